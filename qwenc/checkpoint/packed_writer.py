@@ -1,0 +1,161 @@
+"""Writes a packed file slice by slice, in any order; nothing appears under the final name before all of it is there."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import math
+import os
+import secrets
+import shutil
+from pathlib import Path
+
+import numpy as np
+
+from qwenc.checkpoint.layout import TensorSpec
+from qwenc.errors import QwencError
+
+ALIGN = 64  # bytes: a cache line, and the widest SIMD load
+NUMPY_DTYPES = {"U8": np.dtype("u1"), "I8": np.dtype("i1"), "F16": np.dtype("<u2"), "F32": np.dtype("<f4")}
+
+
+class PackedWriter:
+    """A context manager. Leaving it normally syncs the file and renames it to `path`; leaving it by any exception removes it.
+
+    Raises QwencError where the folder cannot be written or the disk is full, which shows before the first tensor where the file
+    system can reserve space.
+    """
+
+    def __init__(self, path: Path, tensors: dict[str, TensorSpec], metadata: dict[str, str]) -> None:
+        self.path = path
+        self._tensors = tensors
+        header, self._offsets, self.file_bytes = _layout(tensors, metadata)
+        remove_stale_temps(path)
+        self._temp = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+        try:
+            self._fd = os.open(self._temp, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        except OSError as error:
+            raise QwencError(f"{path}: cannot be written: {error.strerror}") from None
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # tells a running writer from a leftover
+            self._reserve()
+            self._pwrite(header, 0)
+        except BaseException:
+            self._abandon()
+            raise
+
+    def __enter__(self) -> PackedWriter:
+        return self
+
+    def __exit__(self, kind: object, *exc: object) -> None:
+        if kind is not None:
+            self._abandon()
+            return
+        try:
+            os.fsync(self._fd)
+            os.replace(self._temp, self.path)
+        except BaseException as error:
+            self._abandon()
+            if isinstance(error, OSError):
+                raise self._failure(error) from None
+            raise
+        os.close(self._fd)
+        _sync_folder(self.path.parent)
+
+    def write(self, name: str, index: tuple[int, ...], values: np.ndarray) -> None:
+        """Stores `values` at tensor[index], index being a prefix of the axes; `values` may go on over following rows. Thread-safe."""
+        spec = self._tensors[name]
+        dtype = NUMPY_DTYPES[spec.dtype]
+        if values.dtype != dtype:
+            raise ValueError(f"{name} holds {dtype}, not {values.dtype}")
+        strides = [math.prod(spec.shape[axis + 1 :]) for axis in range(len(index))]
+        start = sum(i * stride for i, stride in zip(index, strides, strict=True)) * dtype.itemsize
+        if start + values.nbytes > spec.nbytes:
+            raise ValueError(f"{name} {spec.shape}: {values.shape} at {index} goes beyond it")
+        self._pwrite(memoryview(np.ascontiguousarray(values).reshape(-1)).cast("B"), self._offsets[name] + start)
+
+    def _reserve(self) -> None:
+        """Claims the whole file's space, so that a full disk shows now."""
+        free = shutil.disk_usage(self.path.parent).free
+        if free < self.file_bytes:
+            raise QwencError(f"{self.path}: needs {_gb(self.file_bytes)}, but only {_gb(free)} is free on its disk")
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self._fd, 0, self.file_bytes)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise self._failure(error) from None
+        try:
+            os.ftruncate(self._fd, self.file_bytes)
+        except OSError as error:
+            raise self._failure(error) from None
+
+    def _pwrite(self, data: bytes | memoryview, offset: int) -> None:
+        view = memoryview(data)
+        done = 0
+        while done < len(view):
+            try:
+                done += os.pwrite(self._fd, view[done : done + (1 << 30)], offset + done)
+            except OSError as error:
+                raise self._failure(error) from None
+
+    def _failure(self, error: OSError) -> QwencError:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return QwencError(f"{self.path}: the disk is full ({_gb(self.file_bytes)} needed)")
+        return QwencError(f"{self.path}: cannot be written: {error.strerror}")
+
+    def _abandon(self) -> None:
+        with contextlib.suppress(OSError):
+            self._temp.unlink()
+        with contextlib.suppress(OSError):
+            os.close(self._fd)
+
+
+def remove_stale_temps(path: Path) -> None:
+    """Removes what killed writers of `path` left. A running writer holds a lock on its file, and is left alone."""
+    for temp in path.parent.glob(f".{glob_escape(path.name)}.*.part"):
+        with contextlib.suppress(OSError), open(temp, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            temp.unlink()
+
+
+def glob_escape(name: str) -> str:
+    return "".join(f"[{char}]" if char in "*?[" else char for char in name)
+
+
+def _layout(tensors: dict[str, TensorSpec], metadata: dict[str, str]) -> tuple[bytes, dict[str, int], int]:
+    """(header bytes, offset in the file of each tensor, file size).
+
+    safetensors allows no gap between tensors, so that alignment needs filler tensors, named `pad.N`; the header is filled with spaces.
+    """
+    entries: dict[str, object] = {"__metadata__": metadata}
+    offsets: dict[str, int] = {}
+    end = 0
+    for name, spec in tensors.items():
+        fill = -end % ALIGN
+        if fill:
+            entries[f"pad.{len(entries)}"] = {"dtype": "U8", "shape": [fill], "data_offsets": [end, end + fill]}
+            end += fill
+        offsets[name] = end
+        end += spec.nbytes
+        entries[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [offsets[name], end]}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(8 + len(text)) % ALIGN)
+    data_start = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, {name: data_start + at for name, at in offsets.items()}, data_start + end
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes the rename last. Some file systems refuse; the file is complete all the same."""
+    with contextlib.suppress(OSError):
+        fd = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def _gb(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.1f} GB"
