@@ -80,7 +80,7 @@ class PackedWriter:
         """Claims the whole file's space, so that a full disk shows now."""
         free = shutil.disk_usage(self.path.parent).free
         if free < self.file_bytes:
-            raise QwencError(f"{self.path}: needs {_gb(self.file_bytes)}, but only {_gb(free)} is free on its disk")
+            raise QwencError(f"{self.path}: needs {show_bytes(self.file_bytes)}, but only {show_bytes(free)} is free on its disk")
         try:
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(self._fd, 0, self.file_bytes)
@@ -103,7 +103,7 @@ class PackedWriter:
 
     def _failure(self, error: OSError) -> QwencError:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return QwencError(f"{self.path}: the disk is full ({_gb(self.file_bytes)} needed)")
+            return QwencError(f"{self.path}: the disk is full ({show_bytes(self.file_bytes)} needed)")
         return QwencError(f"{self.path}: cannot be written: {error.strerror}")
 
     def _abandon(self) -> None:
@@ -157,5 +157,8 @@ def _sync_folder(folder: Path) -> None:
             os.close(fd)
 
 
-def _gb(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.1f} GB"
+def show_bytes(nbytes: int) -> str:
+    """A size for people: "1.83 GB", "335 MB", "12 kB"."""
+    if nbytes >= 1e9:
+        return f"{nbytes / 1e9:.2f} GB"
+    return f"{nbytes / 1e6:.0f} MB" if nbytes >= 1e6 else f"{nbytes / 1e3:.0f} kB"
