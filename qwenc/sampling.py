@@ -52,7 +52,7 @@ class Sampler:
         self._random = np.random.Generator(np.random.PCG64(params.seed))
 
     def pick(self, logits: np.ndarray, history: Iterable[int] = ()) -> int:
-        """The next id from logits, float32 [vocab], which are not changed. `history`: all ids so far, prompt too, for the repeat penalty."""
+        """The next id from logits, float32 [vocab], which stay as they are. `history`: all ids so far, for the repeat penalty."""
         params = self.params
         logits = penalise(logits[: self._limit], history, params.repeat_penalty)
         best = int(logits.argmax())  # NaN, if there is one

@@ -26,6 +26,7 @@ def naive_chances(logits, temp, top_k, top_p, min_p) -> np.ndarray:
         order = order[:top_k]
     probs = np.exp(scaled[order])
     probs /= probs.sum()
+    order, probs = (part[np.lexsort((order, -probs))] for part in (order, probs))  # at temp 1e300 the peak is level with the rest
     if top_p < 1:
         kept, total = 0, 0.0
         for prob in probs:
@@ -48,7 +49,7 @@ def test_the_grid_of_settings_draws_only_what_the_filters_keep(logits):
     for temp, top_p, top_k, min_p in GRID:
         sampler = Sampler(SamplingParams(temp=temp, top_p=top_p, top_k=top_k, min_p=min_p, seed=3))
         picks = {sampler.pick(logits) for _ in range(5)}
-        if temp < 1e-5 or top_k == 1 or (top_p < 1e-3 and temp < 1e300):  # at 1e300 the peak is level with the rest
+        if temp < 1e-5 or top_k == 1 or (top_p < 1e-3 and temp < 1e300):
             assert picks == {int(logits.argmax())}, (temp, top_p, top_k, min_p)
         else:
             chances = naive_chances(logits, temp, top_k, top_p, min_p)
