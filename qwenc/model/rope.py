@@ -39,15 +39,13 @@ class RopeConfig:
 
 
 def parse_rope(text: Keys, outer: Keys, default_theta: float | None, max_positions: int) -> RopeConfig:
-    """The RoPE of a config: rope_parameters (transformers 5) or rope_scaling (4), in text_config or outside; theta there or beside.
+    """The RoPE of a config: rope_scaling (transformers 4) or rope_parameters (5), in text_config or outside; theta there or beside.
 
     default_theta None means that a config without rope_theta is refused: a wrong base reads fine on short prompts and breaks long ones.
     """
-    scaling = Keys({}, text.source)
-    for keys in (text, outer):
-        for name in ("rope_parameters", "rope_scaling"):
-            if not scaling.values and keys.has(name):
-                scaling = Keys(keys.table(name), f"{keys.source}: {name}")
+    names = ("rope_scaling", "rope_parameters")  # transformers 5 lets the older key win too
+    tables = [Keys(keys.table(name), f"{keys.source}: {name}") for keys in (text, outer) for name in names if keys.has(name)]
+    scaling = next((table for table in tables if table.values), Keys({}, text.source))
     if any(isinstance(value, dict) for value in scaling.values.values()):
         raise QwencError(f"{scaling.source}: a RoPE per layer type is not supported")
     if any(keys.number("partial_rotary_factor", 1.0) != 1.0 for keys in (scaling, text)):
@@ -58,7 +56,7 @@ def parse_rope(text: Keys, outer: Keys, default_theta: float | None, max_positio
         rope_type = "default"  # three position axes that coincide for text
     if rope_type not in ROPE_TYPES:
         raise QwencError(f"{scaling.source}: RoPE type {rope_type!r} is not supported (supported: {', '.join(ROPE_TYPES)})")
-    theta = next((keys.number("rope_theta") for keys in (scaling, text, outer) if keys.has("rope_theta")), default_theta)
+    theta = next((keys.number("rope_theta") for keys in (*tables, text, outer) if keys.has("rope_theta")), default_theta)
     if theta is None:
         raise QwencError(f"{text.source}: rope_theta is missing")
     if theta <= 1:
@@ -69,7 +67,7 @@ def parse_rope(text: Keys, outer: Keys, default_theta: float | None, max_positio
 
 
 def _parse_scaled(scaling: Keys, text: Keys, rope_type: str, theta: float, max_positions: int) -> RopeConfig:
-    original = scaling.size("original_max_position_embeddings", text.size("original_max_position_embeddings", max_positions))
+    original = text.size("original_max_position_embeddings", scaling.size("original_max_position_embeddings", max_positions))
     # YaRN may state only the two lengths. A stated factor wins over their ratio (transformers 4 let the ratio win, 5 does not).
     factor = scaling.number("factor", max_positions / original) if rope_type == "yarn" else scaling.number("factor")
     if factor <= 0:
