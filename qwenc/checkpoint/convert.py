@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from qwenc.checkpoint.quantise import pack_f32, pack_q4, pack_q8
 from qwenc.checkpoint.shards import Shards, open_shards
 from qwenc.checkpoint.source import Source, read_source, source_hash
 from qwenc.checkpoint.weight_map import Gather, WeightMap
+from qwenc.machine.cpus import choose_cpus
 from qwenc.report import SILENT, Reporter
 
 CHUNK_WEIGHTS = 4 << 20  # weights a thread holds at once: 16 MB as float32, about three times that with its copies
@@ -75,7 +75,7 @@ def _write_matrices(writer: PackedWriter, shards: Shards, weights: WeightMap, fo
     """Chunks go to a thread pool: reading, quantising and writing all free the GIL. Progress counts bytes of output."""
     total = sum(spec.nbytes for gather in weights.gathers for fmt in formats for spec in gather.matrix.tensors(fmt).values())
     done = 0
-    with ThreadPoolExecutor(min(MAX_THREADS, usable_cpus())) as pool:
+    with ThreadPoolExecutor(choose_cpus(MAX_THREADS).threads) as pool:
         pending: list[Future[int]] = [
             pool.submit(_write_chunk, writer, shards, chunk, formats) for gather in weights.gathers for chunk in _chunks(gather)
         ]
@@ -113,8 +113,3 @@ def _write_chunk(writer: PackedWriter, shards: Shards, chunk: _Chunk, formats: t
             writer.write(f"{matrix.name}.{fmt}.{field}", index, values)
             written += values.nbytes
     return written
-
-
-def usable_cpus() -> int:
-    """CPUs that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

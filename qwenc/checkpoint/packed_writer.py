@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import json
 import math
 import os
@@ -17,8 +18,9 @@ import numpy as np
 from qwenc.checkpoint.layout import TensorSpec
 from qwenc.errors import QwencError
 
+_TEMP_SUFFIX = ".part"
 ALIGN = 64  # bytes: a cache line, and the widest SIMD load
-NUMPY_DTYPES = {"U8": np.dtype("u1"), "I8": np.dtype("i1"), "F16": np.dtype("<u2"), "F32": np.dtype("<f4")}
+NUMPY_DTYPES: dict[str, np.dtype] = {"U8": np.dtype("u1"), "I8": np.dtype("i1"), "F16": np.dtype("<u2"), "F32": np.dtype("<f4")}
 
 
 class PackedWriter:
@@ -32,14 +34,9 @@ class PackedWriter:
         self.path = path
         self._tensors = tensors
         header, self._offsets, self.file_bytes = _layout(tensors, metadata)
-        remove_stale_temps(path)
-        self._temp = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+        remove_stale_temps(path.parent, path.name)
+        self._temp, self._fd = _create_temp(path)
         try:
-            self._fd = os.open(self._temp, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-        except OSError as error:
-            raise QwencError(f"{path}: cannot be written: {error.strerror}") from None
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # tells a running writer from a leftover
             self._reserve()
             self._pwrite(header, 0)
         except BaseException:
@@ -74,7 +71,7 @@ class PackedWriter:
         start = sum(i * stride for i, stride in zip(index, strides, strict=True)) * dtype.itemsize
         if start + values.nbytes > spec.nbytes:
             raise ValueError(f"{name} {spec.shape}: {values.shape} at {index} goes beyond it")
-        self._pwrite(memoryview(np.ascontiguousarray(values).reshape(-1)).cast("B"), self._offsets[name] + start)
+        self._pwrite(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data, self._offsets[name] + start)
 
     def _reserve(self) -> None:
         """Claims the whole file's space, so that a full disk shows now."""
@@ -113,16 +110,27 @@ class PackedWriter:
             os.close(self._fd)
 
 
-def remove_stale_temps(path: Path) -> None:
-    """Removes what killed writers of `path` left. A running writer holds a lock on its file, and is left alone."""
-    for temp in path.parent.glob(f".{glob_escape(path.name)}.*.part"):
+def _create_temp(path: Path) -> tuple[Path, int]:
+    """A new file beside `path`, open and locked: the lock tells a running writer from a leftover."""
+    while True:
+        temp = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_TEMP_SUFFIX}")
+        try:
+            fd = os.open(temp, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        except OSError as error:
+            raise QwencError(f"{path}: cannot be written: {error.strerror}") from None
+        with contextlib.suppress(OSError):  # some file systems have no locks
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        if os.fstat(fd).st_nlink:
+            return temp, fd
+        os.close(fd)  # another process took it for a leftover, just before the lock
+
+
+def remove_stale_temps(folder: Path, name: str | None = None) -> None:
+    """Removes what killed writers left in `folder` (of the file `name` only, if given). Files of running writers are locked, and stay."""
+    for temp in folder.glob(f".{glob.escape(name) if name else '*'}.*{_TEMP_SUFFIX}"):
         with contextlib.suppress(OSError), open(temp, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             temp.unlink()
-
-
-def glob_escape(name: str) -> str:
-    return "".join(f"[{char}]" if char in "*?[" else char for char in name)
 
 
 def _layout(tensors: dict[str, TensorSpec], metadata: dict[str, str]) -> tuple[bytes, dict[str, int], int]:

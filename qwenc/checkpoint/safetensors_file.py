@@ -141,25 +141,28 @@ def _parse_header(text: bytes, data_start: int, path: Path) -> tuple[dict[str, s
 
 def _parse_entry(name: str, entry: object, data_start: int, path: Path) -> TensorInfo:
     malformed = QwencError(f"{path}: its header has a malformed entry for tensor {name}")
-    if not isinstance(entry, dict):
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
         raise malformed
-    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if not isinstance(dtype, str) or not _is_counts(shape) or not _is_counts(offsets) or len(offsets) != 2:
+    dtype, shape, offsets = entry["dtype"], _counts(entry.get("shape")), _counts(entry.get("data_offsets"))
+    if shape is None or offsets is None or len(offsets) != 2:
         raise malformed
     begin, end = offsets
     expected = math.prod(shape) * ITEM_BYTES[dtype] if dtype in ITEM_BYTES else end - begin
     if begin > end or end - begin != expected:
         raise malformed
-    return TensorInfo(dtype, tuple(shape), data_start + begin, end - begin)
+    return TensorInfo(dtype, shape, data_start + begin, end - begin)
 
 
-def _is_counts(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in value)
+def _counts(value: object) -> tuple[int, ...] | None:
+    """A JSON list of whole numbers from 0 up, or None for anything else."""
+    if not isinstance(value, list) or not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in value):
+        return None
+    return tuple(value)
 
 
 def _pread_exactly(fd: int, out: np.ndarray, offset: int, path: Path) -> None:
     """Fills `out` (uint8) from `offset`."""
-    view = memoryview(out)
+    view = out.data
     done = 0
     while done < len(view):
         try:

@@ -40,11 +40,7 @@ def read_source(folder: Path) -> Source:
     template = _chat_template(folder, parsed.get("tokenizer_config", {}))
     if template is not None:
         metadata["chat_template"] = template
-    tokenizer_path = folder / "tokenizer.json"
-    tokenizer = _read(tokenizer_path)
-    if tokenizer is not None:
-        _parse(tokenizer_path, tokenizer)
-    return Source(folder, config, metadata, tokenizer)
+    return Source(folder, config, metadata, _read(folder / "tokenizer.json"))
 
 
 def source_hash(source: Source, shards: Shards) -> str:

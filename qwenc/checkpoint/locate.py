@@ -1,0 +1,55 @@
+"""From what the user calls a model to a packed file: a packed file as it is, a folder or a Hub id by way of the cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from qwenc.checkpoint.hub import HUB_ID, download
+from qwenc.checkpoint.model_cache import cached_conversion, serves
+from qwenc.checkpoint.packed import Packed, is_packed, open_packed
+from qwenc.checkpoint.safetensors_file import SafetensorsFile
+from qwenc.errors import QwencError, UsageError
+from qwenc.report import SILENT, Reporter
+from qwenc.settings import Settings
+
+
+def load_packed(model: str | Path, settings: Settings, reporter: Reporter = SILENT) -> Packed:
+    """Finds `model` and maps it. Raises QwencError."""
+    return open_packed(resolve(model, settings, reporter))
+
+
+def resolve(model: str | Path, settings: Settings, reporter: Reporter = SILENT) -> Path:
+    """The packed file that serves `model` in settings.wmode; an unpacked checkpoint is converted once.
+
+    `model`: a packed file, a checkpoint folder, or a Hub id owner/name[@revision]. An existing path wins over a Hub id. Raises QwencError.
+    """
+    text = str(model)
+    if not text.strip():
+        raise UsageError("no model given: a packed file, a checkpoint folder or a Hub id (owner/name)")
+    path = Path(text).expanduser() if text.startswith("~") else Path(text)
+    try:
+        if path.is_dir():
+            return cached_conversion(path, path.resolve().name, settings.wmode, reporter)
+        if path.exists():
+            return _packed_file(path, settings.wmode)
+    except OSError as error:
+        raise QwencError(f"{path}: cannot be read: {error.strerror}") from None
+    if HUB_ID.fullmatch(text):
+        folder = download(text, settings.offline, reporter)
+        return cached_conversion(folder, text, settings.wmode, reporter)
+    raise QwencError(f"{text}: no such file or folder, and not a Hugging Face Hub id (owner/name)")
+
+
+def _packed_file(path: Path, wmode: str) -> Path:
+    """Checks that `path` is a packed file whose weights can run in `wmode`."""
+    if path.suffix == ".gguf":
+        raise QwencError(f"{path}: GGUF files are not supported; give a Hugging Face checkpoint folder")
+    with SafetensorsFile(path) as file:
+        if not is_packed(file.header):
+            raise QwencError(f"{path}: holds weights only; give the folder with its config.json: {path.parent}")
+        held = file.header.metadata.get("wmode", "")
+    if not serves(held, wmode):
+        raise QwencError(
+            f"{path}: holds {held} weights, which cannot run as {wmode}; use --wmode {held}, or convert the checkpoint to {wmode}"
+        )
+    return path
