@@ -21,6 +21,7 @@ _MODEL_TYPES = {
 # What transformers takes when config.json has no head_dim at all; the others derive it from hidden_size.
 _DEFAULT_HEAD_DIM = {"qwen3": 128, "qwen3_vl": 128}
 MAX_HEAD_DIM = 256
+MAX_LAYERS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ class ModelConfig:
             text = Keys(outer.table("text_config"), f"{source}: text_config")
         _refuse_unsupported(text, outer)
 
-        layers = text.size("num_hidden_layers")
+        layers = text.size("num_hidden_layers", most=MAX_LAYERS)
         heads = text.size("num_attention_heads")
         hidden = text.size("hidden_size")
         kv_heads = text.size("num_key_value_heads", heads)

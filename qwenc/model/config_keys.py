@@ -20,8 +20,8 @@ class Keys:
     def has(self, name: str) -> bool:
         return self.values.get(name) is not None
 
-    def size(self, name: str, default: int = _MISSING) -> int:
-        """A whole number of at least 1 (or the default)."""
+    def size(self, name: str, default: int = _MISSING, most: int = 2**31 - 1) -> int:
+        """A whole number from 1 to `most` (or the default)."""
         value = self._get(name, default)
         if value is default:
             return default
@@ -29,8 +29,8 @@ class Keys:
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int):
             raise self._wrong(name, "a whole number")
-        if value < 1:
-            raise self._wrong(name, "at least 1")
+        if not 1 <= value <= most:
+            raise self._wrong(name, "at least 1" if value < 1 else f"at most {most}")
         return value
 
     def number(self, name: str, default: float = _MISSING) -> float:

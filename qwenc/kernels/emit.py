@@ -1,0 +1,220 @@
+"""Writing SIMD instructions: the LLVM side of the kernels.
+
+A kernel works on 16 lanes (16 rows of a matrix, 16 keys, 16 dimensions of V). An `Emitter` holds them as a list of native vectors, one of 64 bytes
+on AVX-512, two of 32 on AVX2, four of 16 on Arm, and turns "sum of four products in each lane" into the one instruction that does it:
+`vpdpbusd`, `vpmaddubsw`+`vpmaddwd`, `sdot`, or plain code anywhere else. All of them give the same integers.
+
+Needed because Numba widens int32·int32 to int64, which keeps LLVM from seeing an 8-bit dot product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from qwenc.kernels.level import LEVEL, Level, host_features
+
+LANES = 16
+
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+F32 = ir.FloatType()
+F32X16 = ir.VectorType(F32, LANES)
+I32X16 = ir.VectorType(I32, LANES)
+
+Value = Any  # an llvmlite value
+Wide = list  # 16 lanes as native vectors
+
+HAS_F16C = "f16c" in host_features() or LEVEL.machines[0] != "x86_64"
+
+
+class Emitter:
+    """Emits wide operations into `builder` for one SIMD level."""
+
+    def __init__(self, builder: ir.IRBuilder, level: Level = LEVEL):
+        self.b = builder
+        self.level = level
+        self.parts = 64 // level.vector_bytes
+        self.i8 = ir.VectorType(I8, level.vector_bytes)
+        self.i16 = ir.VectorType(I16, level.vector_bytes // 2)
+        self.i32 = ir.VectorType(I32, level.vector_bytes // 4)
+        self.f32 = ir.VectorType(F32, level.vector_bytes // 4)
+
+    # ---- memory -------------------------------------------------------------------------------------------------------
+    def at(self, pointer: Value, offset: Value | int) -> Value:
+        """`pointer` (i8*) moved by `offset` bytes."""
+        if isinstance(offset, int):
+            offset = I64(offset)
+        return self.b.gep(pointer, [offset])
+
+    def load(self, pointer: Value, kind: ir.Type, offset: int = 0) -> Wide:
+        """64 bytes at pointer + offset as native vectors of `kind`."""
+        step = self.level.vector_bytes
+        return [self._load_one(self.at(pointer, offset + i * step), kind) for i in range(self.parts)]
+
+    def _load_one(self, pointer: Value, kind: ir.Type) -> Value:
+        return self.b.load(self.b.bitcast(pointer, kind.as_pointer()), align=1)
+
+    def store(self, wide: Wide, pointer: Value, offset: int = 0) -> None:
+        step = self.level.vector_bytes
+        for i, part in enumerate(wide):
+            self.b.store(part, self.b.bitcast(self.at(pointer, offset + i * step), part.type.as_pointer()), align=1)
+
+    def load_half(self, pointer: Value) -> Wide:
+        """16 half-precision numbers as float32."""
+        lanes = self.level.vector_bytes // 4
+        return [self._widen_half(self.at(pointer, 2 * lanes * i), lanes) for i in range(self.parts)]
+
+    def _widen_half(self, pointer: Value, lanes: int) -> Value:
+        if HAS_F16C:
+            return self.b.fpext(self._load_one(pointer, ir.VectorType(ir.HalfType(), lanes)), self.f32)
+        # No instruction for it: move the bits to the place of a float's and multiply by 2^112 to mend the exponent, which also makes
+        # subnormals right; what became 2^16 or more was infinite or NaN.
+        b, c = self.b, self._splat_constant
+        bits = b.zext(self._load_one(pointer, ir.VectorType(I16, lanes)), self.i32)
+        magnitude = b.shl(b.and_(bits, c(self.i32, 0x7FFF)), c(self.i32, 13))
+        scaled = b.fmul(b.bitcast(magnitude, self.f32), c(self.f32, 2.0**112))
+        special = b.or_(magnitude, c(self.i32, 0x7F800000))
+        is_special = b.icmp_unsigned(">=", magnitude, c(self.i32, 0x7C00 << 13))
+        finite_or_not = b.select(is_special, special, b.bitcast(scaled, self.i32))
+        sign = b.shl(b.and_(bits, c(self.i32, 0x8000)), c(self.i32, 16))
+        return b.bitcast(b.or_(finite_or_not, sign), self.f32)
+
+    # ---- constants and broadcasts --------------------------------------------------------------------------------------
+    def _splat_constant(self, kind: ir.VectorType, value: float) -> Value:
+        return ir.Constant(kind, [value] * kind.count)
+
+    def constant(self, kind: ir.VectorType, value: float) -> Wide:
+        return [self._splat_constant(kind, value)] * self.parts
+
+    def splat(self, scalar: Value, kind: ir.VectorType) -> Wide:
+        """One scalar in every lane."""
+        undefined = ir.Constant(kind, ir.Undefined)
+        one = self.b.insert_element(undefined, scalar, I32(0))
+        every = self.b.shuffle_vector(one, undefined, ir.Constant(ir.VectorType(I32, kind.count), [0] * kind.count))
+        return [every] * self.parts
+
+    def load_splat(self, pointer: Value, offset: int, kind: ir.VectorType) -> Wide:
+        """The 4 bytes at pointer + offset in every 32-bit lane, as native vectors of `kind`."""
+        word = F32 if kind.element == F32 else I32
+        scalar = self.b.load(self.b.bitcast(self.at(pointer, offset), word.as_pointer()), align=1)
+        splat = self.splat(scalar, self.f32 if word == F32 else self.i32)
+        return [self.b.bitcast(splat[0], kind)] * self.parts
+
+    # ---- lane-wise -----------------------------------------------------------------------------------------------------
+    def each(self, operation: Callable[..., Value], *wides: Wide) -> Wide:
+        return [operation(*parts) for parts in zip(*wides, strict=True)]
+
+    def to_float(self, wide: Wide) -> Wide:
+        return [self.b.sitofp(part, self.f32) for part in wide]
+
+    def fma(self, x: Wide, y: Wide, z: Wide) -> Wide:
+        """x·y + z with one rounding, on every level."""
+        kind = x[0].type
+        function = self._function(f"llvm.fma.v{kind.count}f32", kind, [kind] * 3)
+        return self.each(lambda a, b, c: self.b.call(function, [a, b, c]), x, y, z)
+
+    def join(self, wide: Wide) -> Value:
+        """Native vectors as one 16-lane vector."""
+        values = list(wide)
+        while len(values) > 1:
+            pairs = zip(values[::2], values[1::2], strict=True)
+            values = [self._concat(low, high) for low, high in pairs]
+        return values[0]
+
+    def _concat(self, low: Value, high: Value) -> Value:
+        mask = ir.Constant(ir.VectorType(I32, 2 * low.type.count), list(range(2 * low.type.count)))
+        return self.b.shuffle_vector(low, high, mask)
+
+    # ---- 8-bit dot products --------------------------------------------------------------------------------------------
+    def low_nibbles(self, codes: Wide) -> Wide:
+        return [self.b.and_(part, self._splat_constant(self.i8, 15)) for part in codes]
+
+    def high_nibbles(self, codes: Wide) -> Wide:
+        return [self.b.lshr(part, self._splat_constant(self.i8, 4)) for part in codes]
+
+    def prepare_signed(self, codes: Wide) -> Wide:
+        """Signed weights as `dot_signed` wants them; do it once per load, not once per token."""
+        if not self.level.vnni:
+            return codes
+        return [self.b.xor(part, self._splat_constant(self.i8, 128)) for part in codes]  # to unsigned: code + 128
+
+    def dot_signed(self, acc: Wide, weights: Wide, x: Wide) -> Wide:
+        """acc + 4-term products of signed weights (prepared) and signed x, both within ±127."""
+        if self.level.vnni:
+            return self._vpdpbusd(acc, weights, x)
+        if self.level.name == "avx2":
+            # vpmaddubsw takes one unsigned side: |x|, with the sign of x moved to the weight
+            magnitude = [self._abs8(x[0])] * self.parts
+            return self._maddubs_wide(acc, magnitude, self.each(self._sign8, weights, x))
+        return self._dot_generic(acc, weights, x)
+
+    def dot_small(self, acc: Wide, small: Wide, signed: Wide) -> Wide:
+        """acc + 4-term products of unsigned numbers up to 127 and signed ones within ±127."""
+        if self.level.vnni:
+            return self._vpdpbusd(acc, small, signed)
+        if self.level.name == "avx2":
+            return self._maddubs_wide(acc, small, signed)
+        return self._dot_generic(acc, small, signed)
+
+    # 4-bit codes (0..15) leave room for all 16 products of a 16-bit lane: AVX2 widens once per group of 32 instead of once per product
+    def nibble_start(self, offset: Wide) -> Wide:
+        """An accumulator for `dot_nibbles` whose sum will include `offset` (i32 lanes)."""
+        return self.constant(self.i16, 0) if self.level.name == "avx2" else offset
+
+    def dot_nibbles(self, acc: Wide, codes: Wide, x: Wide) -> Wide:
+        """acc + products of codes (0..15) and signed x; at most 8 calls before `nibble_sum`."""
+        if self.level.name == "avx2":
+            return self.each(self.b.add, acc, self.each(self._maddubs, codes, x))
+        return self.dot_small(acc, codes, x)
+
+    def nibble_sum(self, acc: Wide, offset: Wide) -> Wide:
+        """The 32-bit sums of an accumulator begun with `nibble_start(offset)`."""
+        if self.level.name == "avx2":
+            return self.each(self.b.add, self.each(self._pairs, acc), offset)
+        return acc
+
+    # ---- one instruction each ------------------------------------------------------------------------------------------
+    def _function(self, name: str, result: ir.Type, arguments: list[ir.Type]) -> Value:
+        return cgutils.get_or_insert_function(self.b.module, ir.FunctionType(result, arguments), name)
+
+    def _vpdpbusd(self, acc: Wide, unsigned: Wide, signed: Wide) -> Wide:
+        # operands as words: LLVM takes bytes since version 21 and mends the older form by itself
+        function = self._function(f"llvm.x86.avx512.vpdpbusd.{8 * self.level.vector_bytes}", self.i32, [self.i32] * 3)
+        words = lambda v: self.b.bitcast(v, self.i32)  # noqa: E731
+        return self.each(lambda a, u, s: self.b.call(function, [a, words(u), words(s)]), acc, unsigned, signed)
+
+    def _maddubs(self, unsigned: Value, signed: Value) -> Value:
+        return self.b.call(self._function("llvm.x86.avx2.pmadd.ub.sw", self.i16, [self.i8] * 2), [unsigned, signed])
+
+    def _pairs(self, words: Value) -> Value:
+        ones = self._splat_constant(self.i16, 1)
+        return self.b.call(self._function("llvm.x86.avx2.pmadd.wd", self.i32, [self.i16] * 2), [words, ones])
+
+    def _maddubs_wide(self, acc: Wide, unsigned: Wide, signed: Wide) -> Wide:
+        return self.each(lambda a, u, s: self.b.add(a, self._pairs(self._maddubs(u, s))), acc, unsigned, signed)
+
+    def _abs8(self, x: Value) -> Value:
+        function = self._function(f"llvm.abs.v{self.i8.count}i8", self.i8, [self.i8, ir.IntType(1)])
+        return self.b.call(function, [x, ir.IntType(1)(0)])
+
+    def _sign8(self, value: Value, sign: Value) -> Value:
+        return self.b.call(self._function("llvm.x86.avx2.psign.b", self.i8, [self.i8] * 2), [value, sign])
+
+    def _dot_generic(self, acc: Wide, u: Wide, v: Wide) -> Wide:
+        if self.level.name == "neon":
+            function = self._function("llvm.aarch64.neon.sdot.v4i32.v16i8", self.i32, [self.i32, self.i8, self.i8])
+            return self.each(lambda a, x, y: self.b.call(function, [a, x, y]), acc, u, v)
+        return self.each(self._dot_plain, acc, u, v)
+
+    def _dot_plain(self, acc: Value, u: Value, v: Value) -> Value:
+        count = self.i8.count
+        words = ir.VectorType(I16, count)
+        product = self.b.mul(self.b.sext(u, words), self.b.sext(v, words))
+        wide = self.b.sext(product, ir.VectorType(I32, count))
+        for first in range(4):
+            mask = ir.Constant(ir.VectorType(I32, count // 4), list(range(first, count, 4)))
+            acc = self.b.add(acc, self.b.shuffle_vector(wide, wide, mask))
+        return acc

@@ -1,0 +1,98 @@
+"""The one place for JIT options and the JIT cache.
+
+Every kernel is compiled with the same flags: it frees the GIL, divides as NumPy does and never checks bounds. No fast-math flag is used: they would
+remove NaN and infinity logic and let the target decide about contraction, so results would differ from one SIMD level to the next.
+
+The cache folder is named after a hash of all kernel sources, the Numba version, the SIMD level and the CPU: Numba itself looks only at the file that a function
+stands in and would serve stale code after an edit of a helper elsewhere. A cache that cannot be written is not used; an entry that cannot be read is
+compiled again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numba
+from numba.core import caching
+
+from qwenc.kernels.level import LEVEL
+from qwenc.machine.folders import cache_root
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+PACKAGE = Path(__file__).resolve().parent.parent
+KERNEL_ROOMS = ("kernels", "attention", "model", "checkpoint")
+
+
+def jit(function: F) -> F:
+    """Compile `function` on first use, and keep the machine code in the cache."""
+    dispatcher = numba.njit(nogil=True, error_model="numpy", boundscheck=False)(function)
+    if CACHE_DIR is not None:
+        dispatcher._cache = _ForgivingCache(function)
+    return dispatcher
+
+
+def helper(function: F) -> F:
+    """A function that is only ever called from other kernels: compiled into them, not cached by itself."""
+    return numba.njit(nogil=True, error_model="numpy", boundscheck=False)(function)
+
+
+class _ForgivingCache(caching.FunctionCache):
+    """Numba's cache, except that a damaged entry or a full disk costs a compilation instead of the run."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception:  # a truncated pickle can raise anything; whatever it is, the cure is to compile
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        try:
+            super().save_overload(sig, data)
+        except Exception:  # a damaged index, a full disk, a read-only folder: start the index anew, else go without
+            try:
+                self.flush()
+                super().save_overload(sig, data)
+            except Exception:
+                return
+
+
+def is_cold() -> bool:
+    """Whether the next kernel call will have to compile (nothing of this version is in the cache)."""
+    return CACHE_DIR is None or not any(CACHE_DIR.rglob("*.nbc"))
+
+
+def _fingerprint() -> str:
+    digest = hashlib.sha256(f"{numba.__version__} {LEVEL.name}".encode())
+    for room in KERNEL_ROOMS:
+        for source in sorted((PACKAGE / room).glob("*.py")):
+            digest.update(source.name.encode())
+            digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _choose_cache_dir() -> Path | None:
+    """The user's NUMBA_CACHE_DIR, else the qwenc cache; None when neither can be written."""
+    named = os.environ.get("NUMBA_CACHE_DIR")
+    base = Path(named) if named else cache_root() / "jit"
+    folder = base / f"{LEVEL.name}-{_fingerprint()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except (OSError, RuntimeError):
+        return None
+    return folder
+
+
+try:
+    CACHE_DIR = _choose_cache_dir()
+except OSError:  # the sources cannot be read (a zip install): nothing to name the folder after
+    CACHE_DIR = None
+if CACHE_DIR is not None:
+    numba.config.CACHE_DIR = str(CACHE_DIR)

@@ -1,0 +1,79 @@
+"""Which SIMD level the kernels are built for: chosen from what the CPU reports, forced by QWENC_SIMD for tests.
+
+Every level gives the same integers and, since every float operation is written out as it is meant (fma included), the same floats.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+
+import llvmlite.binding as llvm
+
+from qwenc.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """name; bytes of one native vector; tokens of a GEMM tile and query rows of an attention tile, by registers; CPU features it needs."""
+
+    name: str
+    vector_bytes: int
+    tile_tokens: int
+    tile_rows: int
+    needs: tuple[str, ...]
+    machines: tuple[str, ...]
+
+    @property
+    def vnni(self) -> bool:
+        """Whether the dot product takes one unsigned side and 32-bit sums (vpdpbusd)."""
+        return self.name in ("avx512", "avxvnni")
+
+    @property
+    def signed_bias(self) -> int:
+        """What a signed dot product adds per unit of Σx, because weights go in as code + 128: its sum must start at −bias·Σx."""
+        return 128 if self.vnni else 0
+
+
+X86 = ("x86_64", "amd64")
+ARM = ("aarch64", "arm64")
+
+LEVELS = (
+    Level("avx512", 64, 8, 8, ("avx512f", "avx512bw", "avx512vl", "avx512vnni"), X86),
+    Level("avxvnni", 32, 4, 2, ("avxvnni", "avx2", "fma"), X86),
+    Level("avx2", 32, 4, 2, ("avx2", "fma"), X86),
+    Level("neon", 16, 4, 2, ("dotprod",), ARM),
+    Level("plain", 16, 4, 2, (), X86 + ARM + ("*",)),
+)
+
+
+def host_features() -> frozenset[str]:
+    """CPU feature names as LLVM spells them; NUMBA_CPU_FEATURES replaces them, as it does in Numba."""
+    named = os.environ.get("NUMBA_CPU_FEATURES")
+    if named is not None:
+        return frozenset(f[1:] for f in named.split(",") if f.startswith("+"))
+    return frozenset(name for name, present in llvm.get_host_cpu_features().items() if present)
+
+
+def available_levels() -> list[Level]:
+    """The levels that this machine can run, fastest first. `plain` is always there."""
+    machine, features = platform.machine().lower(), host_features()
+    return [
+        level for level in LEVELS if (machine in level.machines or "*" in level.machines) and features.issuperset(level.needs)
+    ]
+
+
+def choose_level() -> Level:
+    """The fastest level, or the one that QWENC_SIMD names. Raises UsageError for one that this machine lacks."""
+    levels = available_levels()
+    named = os.environ.get("QWENC_SIMD")
+    if not named:
+        return levels[0]
+    for level in levels:
+        if level.name == named:
+            return level
+    raise UsageError(f"QWENC_SIMD={named}: this machine has {', '.join(level.name for level in levels)}")
+
+
+LEVEL = choose_level()

@@ -1,0 +1,170 @@
+"""Matrix rows times activations, for every weight format. `stack` counts matrices in memory order (layer, or layer·experts + expert)."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import types
+from numba.extending import overload
+
+from qwenc.kernels import simd
+from qwenc.kernels.jit import helper
+from qwenc.kernels.records import F32, Q4, Q8, TILE
+from qwenc.kernels.tiles import GROUP, make_linear, make_linear_f32
+
+linear_q4_one, linear_q4_many = make_linear("q4", 1), make_linear("q4", TILE)
+linear_q8_one, linear_q8_many = make_linear("q8", 1), make_linear("q8", TILE)
+linear_f32_one, linear_f32_many = make_linear_f32(1), make_linear_f32(TILE)
+
+
+def _is(matrix: types.Type, record: type) -> bool:
+    return isinstance(matrix, types.BaseNamedTuple) and matrix.instance_class is record
+
+
+def row_tiles(w):
+    """Number of 16-row tiles of each matrix in the stack."""
+    raise NotImplementedError("runs in compiled code only")
+
+
+@overload(row_tiles)
+def _row_tiles(w):
+    if _is(w, F32):
+        return lambda w: w.values.shape[1]
+    return lambda w: w.codes.shape[1]
+
+
+def linear_one(w, stack, tile, acts, token, out, out_at):
+    """out[out_at … +16] = 16 rows (row tile `tile`) of matrix `stack` times the activation row `token`, prepared with tokens=1."""
+    raise NotImplementedError("runs in compiled code only")
+
+
+def linear_many(w, stack, tile, acts, token, out, out_at):
+    """out[out_at + 16·t + row] for the TILE tokens of token tile number `token`, prepared with tokens=TILE."""
+    raise NotImplementedError("runs in compiled code only")
+
+
+def _quantised(kernel):
+    def run(w, stack, tile, acts, token, out, out_at):
+        groups = w.codes.shape[2]
+        at = (stack * w.codes.shape[1] + tile) * groups
+        kernel(
+            w.codes, at * w.codes.shape[3], w.scales, at * 16, acts.codes, acts.scales, acts.offsets, token, groups, out, out_at
+        )
+
+    return run
+
+
+@overload(linear_one)
+def _linear_one(w, stack, tile, acts, token, out, out_at):
+    if _is(w, Q4):
+        return _quantised(linear_q4_one)
+    if _is(w, Q8):
+        return _quantised(linear_q8_one)
+
+    def run_f32(w, stack, tile, acts, token, out, out_at):
+        inputs = w.values.shape[2]
+        linear_f32_one(w.values, (stack * w.values.shape[1] + tile) * inputs * 16, acts.values, token, inputs, out, out_at)
+
+    return run_f32
+
+
+@overload(linear_many)
+def _linear_many(w, stack, tile, acts, token, out, out_at):
+    if _is(w, Q4):
+        return _quantised(linear_q4_many)
+    if _is(w, Q8):
+        return _quantised(linear_q8_many)
+
+    def run_f32(w, stack, tile, acts, token, out, out_at):
+        inputs = w.values.shape[2]
+        linear_f32_many(w.values, (stack * w.values.shape[1] + tile) * inputs * 16, acts.values, token, inputs, out, out_at)
+
+    return run_f32
+
+
+# ---- activations ----------------------------------------------------------------------------------------------------------
+def prepare(w, x, x_at, acts, tokens, token):
+    """Put one activation row x[x_at …] (as long as the matrix's padded inputs) into place `token` of acts, whose tiles hold
+    `tokens` tokens, as matrix `w` reads it: int8 with a scale per 32 values, or float32."""
+    raise NotImplementedError("runs in compiled code only")
+
+
+@overload(prepare)
+def _prepare(w, x, x_at, acts, tokens, token):
+    if _is(w, F32):
+
+        def run_f32(w, x, x_at, acts, tokens, token):
+            inputs = w.values.shape[2]
+            first = (token // tokens) * inputs * tokens + token % tokens
+            for k in range(inputs):
+                acts.values[first + k * tokens] = simd.get(x, x_at + k)
+
+        return run_f32
+
+    def run(w, x, x_at, acts, tokens, token):
+        groups = w.codes.shape[2]
+        lane = token % tokens
+        first = (token // tokens) * groups * tokens
+        for g in range(groups):
+            quantise_group(x, x_at + GROUP * g, acts.codes, (first + g * tokens) * GROUP + 4 * lane, 4 * tokens, acts, first + g * tokens + lane)
+
+    return run
+
+
+@helper
+def quantise_group(x, x_at, codes, codes_at, cell_step, acts, scale_at):
+    """32 values to int8: scale = max|x|/127, codes written in cells of four `cell_step` bytes apart. A NaN makes the scale NaN."""
+    low, high = simd.load(x, x_at), simd.load(x, x_at + 16)
+    largest = simd.lane_max(simd.maximum(simd.absolute(low), simd.absolute(high)))
+    inverse = np.float32(127.0) / largest if largest > 0 else np.float32(0.0)
+    factor = simd.splat(inverse)
+    total = simd.store_cells(codes, codes_at, cell_step, simd.mul(low, factor))
+    total += simd.store_cells(codes, codes_at + 4 * cell_step, cell_step, simd.mul(high, factor))
+    acts.scales[scale_at] = largest * np.float32(1 / 127)
+    acts.offsets[scale_at] = -8 * total
+
+
+# ---- rows as they are -----------------------------------------------------------------------------------------------------
+def read_row(w, row, out, out_at):
+    """Row `row` of an unstacked matrix (the embedding of a token) as float32 into out[out_at …]."""
+    raise NotImplementedError("runs in compiled code only")
+
+
+@overload(read_row)
+def _read_row(w, row, out, out_at):
+    if _is(w, F32):
+
+        def run_f32(w, row, out, out_at):
+            for k in range(w.values.shape[2]):
+                simd.put(out, out_at + k, w.values[0, row // 16, k, row % 16])
+
+        return run_f32
+
+    if _is(w, Q8):
+
+        def run_q8(w, row, out, out_at):
+            lane = 4 * (row % 16)
+            for g in range(w.codes.shape[2]):
+                scale = half_to_float(w.scales, ((row // 16) * w.codes.shape[2] + g) * 16, row % 16)
+                codes = w.codes[0, row // 16, g]
+                for k in range(GROUP):
+                    simd.put(out, out_at + GROUP * g + k, np.float32(codes[(k // 4) * 64 + lane + k % 4]) * scale)
+
+        return run_q8
+
+    def run_q4(w, row, out, out_at):
+        lane = 4 * (row % 16)
+        for g in range(w.codes.shape[2]):
+            scale = half_to_float(w.scales, ((row // 16) * w.codes.shape[2] + g) * 16, row % 16)
+            codes = w.codes[0, row // 16, g]
+            for k in range(16):
+                byte = codes[(k // 4) * 64 + lane + k % 4]
+                simd.put(out, out_at + GROUP * g + k, np.float32(np.int32(byte & 15) - 8) * scale)
+                simd.put(out, out_at + GROUP * g + 16 + k, np.float32(np.int32(byte >> 4) - 8) * scale)
+
+    return run_q4
+
+
+@helper
+def half_to_float(halves, first, lane):
+    """One of 16 half-precision numbers."""
+    return simd.lane(simd.load_half(halves, first), lane)

@@ -1,0 +1,226 @@
+"""The inner loops, written as SIMD instructions: 16 matrix rows × T tokens, 16 keys × R queries, 16 dimensions of V × R queries.
+
+Each `make_*` returns a Numba intrinsic for one tile size. Arguments named `*_at` are element indices in memory order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from qwenc.kernels.emit import I64, LANES, Emitter, Value, Wide
+from qwenc.kernels.simd import pointer_to
+
+GROUP = 32  # weights and activations that share a scale
+CELL = 4  # products that one lane sums at once
+
+
+# ---- linear: y[t, row] = Σ_k w[row, k]·x[t, k] for 16 rows ------------------------------------------------------------------
+def _linear_q4_group(e: Emitter, at: Callable[[str], Value], tokens: int) -> list[Wide]:
+    """Integer sums of one group of 32: (code − 8)·x, by the offset −8·Σx that the activations carry."""
+    offsets = [e.load_splat(at("xo"), 4 * t, e.i32) for t in range(tokens)]
+    acc = [e.nibble_start(offset) for offset in offsets]
+    for j in range(4):
+        codes = e.load(at("codes"), e.i8, 64 * j)
+        for half, nibbles in ((j, e.low_nibbles(codes)), (j + 4, e.high_nibbles(codes))):
+            for t in range(tokens):
+                acc[t] = e.dot_nibbles(acc[t], nibbles, e.load_splat(at("x"), CELL * (half * tokens + t), e.i8))
+    return [e.nibble_sum(a, offset) for a, offset in zip(acc, offsets, strict=True)]
+
+
+def _linear_q8_group(e: Emitter, at: Callable[[str], Value], tokens: int) -> list[Wide]:
+    """Integer sums of one group of 32 signed codes."""
+    acc = []
+    for t in range(tokens):
+        if e.level.signed_bias:  # the carried offset is −8·Σx, wanted here is −bias·Σx
+            offset = e.load_splat(at("xo"), 4 * t, e.i32)
+            acc.append(e.each(e.b.mul, offset, e.constant(e.i32, e.level.signed_bias // 8)))
+        else:
+            acc.append(e.constant(e.i32, 0))
+    for j in range(8):
+        codes = e.prepare_signed(e.load(at("codes"), e.i8, 64 * j))
+        for t in range(tokens):
+            acc[t] = e.dot_signed(acc[t], codes, e.load_splat(at("x"), CELL * (j * tokens + t), e.i8))
+    return acc
+
+
+QUANTISED = {"q4": (256, _linear_q4_group), "q8": (512, _linear_q8_group)}
+
+
+def make_linear(fmt: str, tokens: int) -> Any:
+    """tile(codes, codes_at, scales, scales_at, x, xs, xo, tile_at, groups, out, out_at): 16 rows × `tokens` tokens.
+
+    codes, scales: one row tile of the packed format (docs/architecture.md), `groups` groups of 32.
+    x int8 [tile][groups][8 cells][tokens][4], xs float32 and xo int32 (−8·Σx) [tile][groups][tokens]; tile_at picks the token tile.
+    Writes out[out_at + 16·t + row] (float32).
+    """
+    group_bytes, sum_group = QUANTISED[fmt]
+
+    @intrinsic
+    def tile(typingctx, codes, codes_at, scales, scales_at, x, xs, xo, tile_at, groups, out, out_at):
+        def codegen(context, builder, sig, values):
+            codes_v, codes_at_v, scales_v, scales_at_v, x_v, xs_v, xo_v, tile_v, groups_v, out_v, out_at_v = values
+            e = Emitter(builder)
+            first = builder.mul(builder.mul(tile_v, groups_v), I64(tokens))  # groups·tokens before this token tile
+            bases = {
+                "codes": (pointer_to(context, builder, sig.args[0], codes_v, codes_at_v), group_bytes),
+                "scales": (pointer_to(context, builder, sig.args[2], scales_v, scales_at_v), 2 * LANES),
+                "x": (pointer_to(context, builder, sig.args[4], x_v, builder.mul(first, I64(GROUP))), GROUP * tokens),
+                "xs": (pointer_to(context, builder, sig.args[5], xs_v, first), 4 * tokens),
+                "xo": (pointer_to(context, builder, sig.args[6], xo_v, first), 4 * tokens),
+            }
+            sums = _Accumulators(e, e.f32, tokens)
+            with cgutils.for_range(builder, groups_v) as loop:
+                pointers = {name: e.at(base, builder.mul(loop.index, I64(step))) for name, (base, step) in bases.items()}
+                integers = sum_group(e, pointers.__getitem__, tokens)
+                weight_scale = e.load_half(pointers["scales"])
+                for t in range(tokens):
+                    scaled = e.each(builder.fmul, e.to_float(integers[t]), e.load_splat(pointers["xs"], 4 * t, e.f32))
+                    sums.set(t, e.fma(scaled, weight_scale, sums.get(t)))
+            out_p = pointer_to(context, builder, sig.args[9], out_v, out_at_v)
+            for t in range(tokens):
+                e.store(sums.get(t), out_p, 4 * LANES * t)
+            return context.get_dummy_value()
+
+        at = types.intp
+        return types.void(codes, at, scales, at, x, xs, xo, at, at, out, at), codegen
+
+    return tile
+
+
+def make_linear_f32(tokens: int) -> Any:
+    """tile(values, values_at, x, tile_at, inputs, out, out_at): the float32 sibling. values [inputs][16], x [tile][inputs][tokens];
+    inputs is a multiple of 4. One token sums in four chains, so that latency does not bound it."""
+    chains = 4 if tokens == 1 else 1
+
+    @intrinsic
+    def tile(typingctx, values, values_at, x, tile_at, inputs, out, out_at):
+        def codegen(context, builder, sig, args):
+            values_v, values_at_v, x_v, tile_v, inputs_v, out_v, out_at_v = args
+            e = Emitter(builder)
+            weights = pointer_to(context, builder, sig.args[0], values_v, values_at_v)
+            xs = pointer_to(context, builder, sig.args[2], x_v, builder.mul(builder.mul(tile_v, inputs_v), I64(tokens)))
+            sums = _Accumulators(e, e.f32, tokens * chains)
+            with cgutils.for_range(builder, builder.sdiv(inputs_v, I64(4))) as loop:
+                w_p = e.at(weights, builder.mul(loop.index, I64(4 * 4 * LANES)))
+                x_p = e.at(xs, builder.mul(loop.index, I64(4 * 4 * tokens)))
+                for k in range(4):
+                    w = e.load(w_p, e.f32, 4 * LANES * k)
+                    for t in range(tokens):
+                        slot = t * chains + k % chains
+                        sums.set(slot, e.fma(w, e.load_splat(x_p, 4 * (k * tokens + t), e.f32), sums.get(slot)))
+            out_p = pointer_to(context, builder, sig.args[5], out_v, out_at_v)
+            for t in range(tokens):
+                total = sums.get(t * chains)
+                for chain in range(1, chains):
+                    total = e.each(builder.fadd, total, sums.get(t * chains + chain))
+                e.store(total, out_p, 4 * LANES * t)
+            return context.get_dummy_value()
+
+        at = types.intp
+        return types.void(values, at, x, at, at, out, at), codegen
+
+    return tile
+
+
+# ---- attention over int8 keys and values --------------------------------------------------------------------------------------
+# A query is held as 15 bits in two signed bytes, q ≈ scale·(128·high + low), a probability as 14 bits in two bytes below 128: two dot products
+# each, with an error far below that of the 8-bit keys and values.
+
+
+def make_scores(rows: int) -> Any:
+    """tile(k, k_at, ks, ks_at, q, q_at, qs, qo, row_at, cells, s, s_at, s_step): scores of `rows` queries against 16 keys.
+
+    k int8 [cells][16 keys][4], ks float32 scale per key; q int8 [cells][rows][2 pieces][4], qs float32 scale per row, qo int32 [row][2] −bias·Σ of each piece;
+    cells = head_dim/4. Writes s[s_at + r·s_step + key] = q·k (float32).
+    """
+
+    @intrinsic
+    def tile(typingctx, k, k_at, ks, ks_at, q, q_at, qs, qo, row_at, cells, s, s_at, s_step):
+        def codegen(context, builder, sig, values):
+            k_v, k_at_v, ks_v, ks_at_v, q_v, q_at_v, qs_v, qo_v, row_v, cells_v, s_v, s_at_v, step_v = values
+            e = Emitter(builder)
+            k_p = pointer_to(context, builder, sig.args[0], k_v, k_at_v)
+            q_p = pointer_to(context, builder, sig.args[4], q_v, q_at_v)
+            qo_p = pointer_to(context, builder, sig.args[7], qo_v, builder.mul(row_v, I64(2)))
+            sums = _Accumulators(e, e.i32, 2 * rows, start=lambda i: e.load_splat(qo_p, 4 * i, e.i32))
+            with cgutils.for_range(builder, cells_v) as loop:
+                keys = e.prepare_signed(e.load(e.at(k_p, builder.mul(loop.index, I64(64))), e.i8))
+                cell = e.at(q_p, builder.mul(loop.index, I64(8 * rows)))
+                for i in range(2 * rows):
+                    sums.set(i, e.dot_signed(sums.get(i), keys, e.load_splat(cell, CELL * i, e.i8)))
+            key_scale = e.load(pointer_to(context, builder, sig.args[2], ks_v, ks_at_v), e.f32)
+            qs_p = pointer_to(context, builder, sig.args[6], qs_v, row_v)
+            for r in range(rows):
+                product = e.to_float(_two_pieces(e, sums.get(2 * r), sums.get(2 * r + 1)))
+                scale = e.each(builder.fmul, key_scale, e.load_splat(qs_p, 4 * r, e.f32))
+                s_p = pointer_to(context, builder, sig.args[10], s_v, builder.add(s_at_v, builder.mul(step_v, I64(r))))
+                e.store(e.each(builder.fmul, product, scale), s_p)
+            return context.get_dummy_value()
+
+        at = types.intp
+        return types.void(k, at, ks, at, q, at, qs, qo, at, at, s, at, at), codegen
+
+    return tile
+
+
+def make_weighted_values(rows: int) -> Any:
+    """tile(v, v_at, p, p_at, ps, decay, row_at, cells, o, o_at, o_step): o = decay·o + Σ p·v over 4·cells keys, for 16 dimensions.
+
+    v int8 [cells][16 dims][4 keys]; p uint8 [cells][rows][2 pieces][4], ps and decay float32 per row. o float32: o[o_at + r·o_step + dim].
+    """
+
+    @intrinsic
+    def tile(typingctx, v, v_at, p, p_at, ps, decay, row_at, cells, o, o_at, o_step):
+        def codegen(context, builder, sig, values):
+            v_v, v_at_v, p_v, p_at_v, ps_v, decay_v, row_v, cells_v, o_v, o_at_v, step_v = values
+            e = Emitter(builder)
+            v_p = pointer_to(context, builder, sig.args[0], v_v, v_at_v)
+            p_p = pointer_to(context, builder, sig.args[2], p_v, p_at_v)
+            sums = _Accumulators(e, e.i32, 2 * rows)
+            with cgutils.for_range(builder, cells_v) as loop:
+                dims = e.load(e.at(v_p, builder.mul(loop.index, I64(64))), e.i8)
+                cell = e.at(p_p, builder.mul(loop.index, I64(8 * rows)))
+                for i in range(2 * rows):
+                    sums.set(i, e.dot_small(sums.get(i), e.load_splat(cell, CELL * i, e.i8), dims))
+            ps_p = pointer_to(context, builder, sig.args[4], ps_v, row_v)
+            decay_p = pointer_to(context, builder, sig.args[5], decay_v, row_v)
+            for r in range(rows):
+                product = e.to_float(_two_pieces(e, sums.get(2 * r), sums.get(2 * r + 1)))
+                o_p = pointer_to(context, builder, sig.args[8], o_v, builder.add(o_at_v, builder.mul(step_v, I64(r))))
+                old = e.each(builder.fmul, e.load(o_p, e.f32), e.load_splat(decay_p, 4 * r, e.f32))
+                e.store(e.fma(product, e.load_splat(ps_p, 4 * r, e.f32), old), o_p)
+            return context.get_dummy_value()
+
+        at = types.intp
+        return types.void(v, at, p, at, ps, decay, at, at, o, at, at), codegen
+
+    return tile
+
+
+def _two_pieces(e: Emitter, high: Wide, low: Wide) -> Wide:
+    """128·high + low."""
+    return e.each(e.b.add, e.each(e.b.shl, high, e.constant(e.i32, 7)), low)
+
+
+class _Accumulators:
+    """`count` wide sums that live across a loop: stack slots, which LLVM turns into registers."""
+
+    def __init__(self, e: Emitter, kind: ir.VectorType, count: int, start: Callable[[int], Wide] | None = None):
+        self.e = e
+        zero = e.constant(kind, 0)
+        self.slots = [[cgutils.alloca_once(e.b, kind) for _ in range(e.parts)] for _ in range(count)]
+        for i in range(count):
+            self.set(i, start(i) if start else zero)
+
+    def get(self, i: int) -> Wide:
+        return [self.e.b.load(slot) for slot in self.slots[i]]
+
+    def set(self, i: int, wide: Wide) -> None:
+        for slot, part in zip(self.slots[i], wide, strict=True):
+            self.e.b.store(part, slot)

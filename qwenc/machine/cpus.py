@@ -1,0 +1,111 @@
+"""Which CPUs this process may use, which of them are fast, and how many threads that makes.
+
+Fast: sysfs capacity at least half of the largest. Limits: the affinity mask and the cgroup CPU quota, whichever is smaller; both are
+respected and never widened.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+DEFAULT_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class CpuChoice:
+    """threads to run; cores: the CPU of each thread, in order; usable: CPUs in the mask; fast: those of them that are fast; quota: CPUs that the cgroup
+    grants, None = no limit; note: one line if less was given than asked for."""
+
+    threads: int
+    cores: tuple[int, ...]
+    usable: tuple[int, ...]
+    fast: tuple[int, ...]
+    quota: float | None
+    note: str | None = None
+
+
+def choose_cpus(wanted: int | None, sysfs: Path = Path("/sys"), mask: set[int] | None = None) -> CpuChoice:
+    """`wanted` threads, or the default: up to 4 fast cores. Never more than the mask and the quota give."""
+    usable = sorted(affinity_mask() if mask is None else mask)
+    fast = fast_cores(usable, sysfs)
+    quota = cgroup_quota(sysfs / "fs/cgroup")
+    most = len(usable) if quota is None else min(len(usable), max(1, math.ceil(quota)))
+    note = None
+    if wanted is None:
+        threads = min(DEFAULT_THREADS, len(fast), most)
+    else:
+        threads = min(wanted, most)
+        if threads < wanted:
+            note = f"{wanted} threads asked for, {threads} usable here (affinity mask and CPU quota): running {threads}"
+    order = [*fast, *(cpu for cpu in usable if cpu not in fast)]
+    return CpuChoice(threads, tuple(order[:threads]), tuple(usable), tuple(fast), quota, note)
+
+
+def affinity_mask() -> set[int]:
+    """CPUs that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return set(os.sched_getaffinity(0))
+    return set(range(os.cpu_count() or 1))
+
+
+def fast_cores(usable: list[int], sysfs: Path) -> list[int]:
+    """The usable CPUs whose capacity (or else top frequency) is at least half of the largest of all CPUs; all where nothing is told."""
+    for name in ("cpu_capacity", "cpufreq/cpuinfo_max_freq"):
+        told = {cpu: _number(sysfs / f"devices/system/cpu/cpu{cpu}" / name) for cpu in usable}
+        known = {cpu: value for cpu, value in told.items() if value is not None}
+        if len(known) == len(usable):
+            largest = max(known.values())
+            return [cpu for cpu in usable if 2 * known[cpu] >= largest]
+    return list(usable)
+
+
+def cgroup_quota(root: Path) -> float | None:
+    """CPUs that the cgroup grants: v2 `cpu.max`, else v1 `cpu.cfs_quota_us`. None without a limit."""
+    own = _own_cgroups()
+    candidates = [root / own.get("", "").lstrip("/"), root]
+    for folder in candidates:
+        text = _text(folder / "cpu.max")
+        if text:
+            quota, _, period = text.partition(" ")
+            return _ratio(quota, period or "100000")
+    for folder in (root / "cpu" / own.get("cpu", "").lstrip("/"), root / "cpu", root / "cpu,cpuacct"):
+        quota = _text(folder / "cpu.cfs_quota_us")
+        if quota:
+            return _ratio(quota, _text(folder / "cpu.cfs_period_us") or "100000")
+    return None
+
+
+def _own_cgroups() -> dict[str, str]:
+    """Controller name → path of this process, "" for v2."""
+    found = {}
+    for line in (_text(Path("/proc/self/cgroup")) or "").splitlines():
+        parts = line.split(":", 2)
+        if len(parts) == 3:
+            for controller in parts[1].split(","):
+                found[controller] = parts[2]
+    return found
+
+
+def _ratio(quota: str, period: str) -> float | None:
+    try:
+        value = float(quota) / float(period)
+    except (ValueError, ZeroDivisionError):
+        return None  # "max"
+    return value if value > 0 else None
+
+
+def _number(path: Path) -> float | None:
+    try:
+        return float(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None

@@ -1,0 +1,78 @@
+"""A team of threads that run one compiled step together, each pinned to a core of its own.
+
+The calling thread only waits (so Ctrl-C reaches it at once) and is never pinned: the mask that the process was given stays as it was.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+class ThreadTeam:
+    """`run(function)` calls function(rank) on every thread and returns when all are done. Close it to end the threads."""
+
+    def __init__(self, cores: Sequence[int], *, pin: bool = True):
+        self.size = len(cores)
+        self.pin_error: str | None = None
+        self._jobs: list[queue.SimpleQueue] = [queue.SimpleQueue() for _ in cores]
+        self._done: queue.SimpleQueue = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._serve, args=(rank, core if pin else None), name=f"qwenc-{rank}", daemon=True)
+            for rank, core in enumerate(cores)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def run(self, function: Callable[[int], Any], on_interrupt: Callable[[], None] | None = None) -> None:
+        """Call function(rank) on every thread; wait for all, even through Ctrl-C (then `on_interrupt` is called, to ask the threads to leave early, and
+        KeyboardInterrupt raised once they have). The first error of a thread is raised here."""
+        for jobs in self._jobs:
+            jobs.put(function)
+        interrupt: KeyboardInterrupt | None = None
+        errors = []
+        for _ in self._jobs:
+            while True:
+                try:
+                    error = self._done.get()
+                    break
+                except KeyboardInterrupt as caught:
+                    interrupt = caught
+                    if on_interrupt:
+                        on_interrupt()
+            if error is not None:
+                errors.append(error)
+        if interrupt is not None:
+            raise interrupt
+        if errors:
+            raise errors[0]
+
+    def close(self) -> None:
+        """End the threads. Safe to call twice."""
+        for jobs in self._jobs:
+            jobs.put(None)
+        self._jobs = []
+
+    def _serve(self, rank: int, core: int | None) -> None:
+        if core is not None:
+            self._pin(core)
+        jobs = self._jobs[rank]
+        while (function := jobs.get()) is not None:
+            try:
+                function(rank)
+            except BaseException as error:
+                self._done.put(error)
+            else:
+                self._done.put(None)
+
+    def _pin(self, core: int) -> None:
+        """Bind the calling thread (0 = itself) to one core, where the system lets us."""
+        if not hasattr(os, "sched_setaffinity"):
+            return
+        try:
+            os.sched_setaffinity(0, {core})
+        except OSError as error:
+            self.pin_error = f"threads are not pinned: {error.strerror or error}"

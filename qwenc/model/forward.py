@@ -1,0 +1,121 @@
+"""A model on a thread team: the Python side of prefill and decode steps, and the KV state of one sequence."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from qwenc.attention.cache import new_cache
+from qwenc.checkpoint.packed import Packed
+from qwenc.errors import QwencError, UsageError
+from qwenc.kernels.sync import STOP, new_sync
+from qwenc.machine.team import ThreadTeam
+from qwenc.model.decode import decode_phases, decode_step
+from qwenc.model.prefill import prefill_phases, prefill_step
+from qwenc.model.records import TIMER_SLOTS, Buffers, Team, new_buffers
+from qwenc.model.rope import rope_inv_freq, rope_tables
+from qwenc.model.weights import make_shape, make_weights
+
+
+class Model:
+    """Weights and shape of one packed file, ready to run. prefill_fmt and decode_fmt: "q4", "q8" or "f32"."""
+
+    def __init__(self, packed: Packed, wmode: str, team: ThreadTeam):
+        prefill_fmt, decode_fmt = ("q8", "q4") if wmode == "dual" else (wmode, wmode)
+        self.config = packed.config
+        self.shape = make_shape(packed.config)
+        self.prefill_weights = make_weights(packed, prefill_fmt)
+        self.decode_weights = self.prefill_weights if decode_fmt == prefill_fmt else make_weights(packed, decode_fmt)
+        self.team = team
+        self.inv_freq, self.rope_scaling = rope_inv_freq(packed.config.rope, packed.config.head_dim)
+
+    def angles(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """cos and sin float32 [count, head_dim/2] of the positions from `first` on."""
+        return rope_tables(self.inv_freq, self.rope_scaling, np.arange(first, first + count))
+
+
+class Sequence:
+    """One context: its KV cache, its length and the buffers to extend it. `capacity`: most tokens; kv: cache type."""
+
+    def __init__(self, model: Model, capacity: int, kv: str, prefill_batch: int):
+        shape = model.shape
+        self.model = model
+        self.capacity = capacity
+        self.prefill_batch = prefill_batch
+        self.cache = new_cache(kv, capacity, shape.layers, shape.kv_heads, shape.head_room)
+        self.length = 0
+        self.bad_layer: int | None = None
+        self.timer = np.zeros(TIMER_SLOTS, np.int64)  # nanoseconds of the last step, by slot
+        self.step_ns = 0
+        self._sync = new_sync()
+        self._claims = np.zeros(max(decode_phases(shape.layers), prefill_phases(shape.layers)), np.int64)
+        self._health = np.full(1, -1, np.int64)
+        self._decode_buffers = new_buffers(shape, model.decode_weights, 1)
+        self._prefill_buffers: dict[tuple[int, bool], Buffers] = {}
+
+    def extend(self, ids: np.ndarray, *, all_logits: bool = False) -> np.ndarray:
+        """Prefill one mini-batch of at most prefill_batch token ids. Returns float32 logits: [vocab] after the last, or [n, vocab] (a view, valid until the
+        next step). Raises UsageError beyond the capacity, QwencError for logits that are not finite."""
+        count = len(ids)
+        self._check_room(count)
+        buffers = self._buffers_for(count, all_logits)
+        cos, sin = self.model.angles(self.length, count)
+        weights, shape = self.model.prefill_weights, self.model.shape
+        tokens = np.ascontiguousarray(ids, np.int64)
+        self._run(
+            lambda team: prefill_step(team, weights, shape, self.cache, buffers, tokens, self.length, cos, sin, all_logits)
+        )
+        self.length += count
+        vocab = self.model.config.vocab_size
+        return self._checked(buffers.logits[:count, :vocab] if all_logits else buffers.logits[0, :vocab])
+
+    def step(self, token: int) -> np.ndarray:
+        """Decode one token. Returns float32 logits [vocab] (a view, valid until the next step). Raises as `extend` does."""
+        self._check_room(1)
+        cos, sin = self.model.angles(self.length, 1)
+        weights, shape, buffers = self.model.decode_weights, self.model.shape, self._decode_buffers
+        self._run(lambda team: decode_step(team, weights, shape, self.cache, buffers, token, self.length, cos, sin))
+        self.length += 1
+        return self._checked(buffers.logits[0, : self.model.config.vocab_size])
+
+    def truncate(self, length: int) -> None:
+        """Forget everything from position `length` on."""
+        self.length = min(self.length, length)
+
+    def _run(self, step: Any) -> None:
+        self._claims[:] = 0
+        self.timer[:] = 0
+        self._sync[:] = 0
+        self._health[0] = -1
+        threads = self.model.team.size
+        began = time.perf_counter_ns()
+        self.model.team.run(
+            lambda rank: step(Team(rank, threads, self._sync, self._claims, self.timer, self._health)), on_interrupt=self._stop
+        )
+        self.step_ns = time.perf_counter_ns() - began
+
+    def _stop(self) -> None:
+        self._sync[STOP] = 1
+
+    def _check_room(self, count: int) -> None:
+        if self.length + count > self.capacity:
+            raise UsageError(f"the context is full: {self.length} + {count} tokens do not fit into {self.capacity}")
+
+    def _buffers_for(self, count: int, all_logits: bool) -> Buffers:
+        """Buffers that fit `count` tokens: a small batch does not pay for a large one's memory."""
+        size = self.prefill_batch if count > 64 else min(64, self.prefill_batch)
+        key = (max(size, 2), all_logits)
+        if key not in self._prefill_buffers:
+            self._prefill_buffers[key] = new_buffers(self.model.shape, self.model.prefill_weights, key[0], all_logits=all_logits)
+        return self._prefill_buffers[key]
+
+    def _checked(self, logits: np.ndarray) -> np.ndarray:
+        total = logits.sum(dtype=np.float64)
+        if np.isfinite(total):
+            return logits
+        if np.isfinite(logits).all():
+            return logits
+        self.bad_layer = int(self._health[0]) if self._health[0] >= 0 else None
+        raise QwencError("the model's logits are not finite (NaN or infinity): damaged weights or an overflow")
