@@ -1,0 +1,157 @@
+"""The options of `qwenc run`, in the order of its help, and the record they become."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from qwenc.commands.model_path import packed_wmode
+from qwenc.commands.params import color_option, json_option, option, quiet_option, verbose_option
+from qwenc.commands.prompt_input import argument_text, read_prompt, template_arguments
+from qwenc.errors import UsageError
+from qwenc.settings import KV_TYPES, WMODES, Settings
+
+_OPTIONS = (
+    click.argument("argument", metavar="[PROMPT]", required=False),
+    option(
+        "-p", "--prompt", "prompt_option", metavar="TEXT", help="The prompt, even one that is named like a command or starts with a dash."
+    ),
+    option(
+        "-f", "--file", metavar="PATH", help="Read the prompt from a UTF-8 file: its bytes as they are, less a byte order mark. - is stdin."
+    ),
+    option("-m", "--model", metavar="MODEL", help="Checkpoint folder, packed file or Hub id such as Qwen/Qwen3-0.6B."),
+    # the prompt
+    option("-s", "--system", metavar="TEXT", help="System prompt of the chat."),
+    option("--think/--no-think", default=None, help="Turn the template's thinking on or off. Default: as the template does."),
+    option("--chat-template-kwargs", metavar="JSON", help="More variables for the chat template, a JSON object; they win over --think."),
+    option("--raw", is_flag=True, help="Complete the text as it is: no chat template, and control tokens spelled in it count."),
+    # how long
+    option("-n", "--max-tokens", type=click.IntRange(min=0), default=256, show_default=True, metavar="N", help="Most tokens to generate."),
+    option("-c", "--ctx-size", type=int, metavar="N", help="Most tokens of prompt and answer. Default: what the model was made for."),
+    option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable. It may span tokens."),
+    option("--ignore-eos", is_flag=True, help="Generate on past the model's end tokens."),
+    # how to choose
+    option("--temp", type=float, default=0.0, show_default=True, metavar="T", help="Temperature; 0 is greedy."),
+    option("--top-k", type=int, default=0, show_default=True, metavar="K", help="Draw from the K likeliest tokens; 0 is off."),
+    option("--top-p", type=float, default=1.0, show_default=True, metavar="P", help="Draw from the fewest tokens that reach P; 1 is off."),
+    option("--min-p", type=float, default=0.0, show_default=True, metavar="P", help="Drop tokens below P times the likeliest; 0 is off."),
+    option("--repeat-penalty", type=float, default=1.0, show_default=True, metavar="X", help="Penalise tokens seen before; 1 is off."),
+    option("--seed", type=int, metavar="N", help="Make draws repeatable. Default: a fresh one, shown with -v."),
+    # what to print
+    option("--echo", is_flag=True, help="Print the prompt before the answer."),
+    option("--no-stream", is_flag=True, help="Print the answer when it is complete."),
+    json_option("Print one JSON object: text, ids, finish_reason, usage, timings, settings."),
+    verbose_option(),
+    quiet_option(),
+    color_option(),
+    option("--dec-prof", is_flag=True, help="A [DEC-SINGLE] line per token on stderr (also with VLLM_DEC_PROF set)."),
+    # how to run
+    option("--wmode", type=click.Choice(WMODES), help="Weights. Default: dual (q8 in prefill, q4 in decode); of a packed file its own."),
+    option("--kv", type=click.Choice(KV_TYPES), default=KV_TYPES[0], show_default=True, help="KV cache."),
+    option("-t", "--threads", type=int, metavar="N", help="Compute threads. Default: the fast cores, at most 4."),
+    option("--pin/--no-pin", default=True, show_default=True, help="Keep each thread on one core."),
+    option("--prefill-batch", type=int, default=256, show_default=True, metavar="N", help="Prompt tokens computed at once."),
+    option("--offline", is_flag=True, help="Never ask the Hub."),
+)
+
+
+def run_options(function: Callable) -> Callable:
+    for add in reversed(_OPTIONS):
+        function = add(function)
+    return function
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """What one run was asked for, checked. `settings` are keyword arguments of qwenc.load, `sampling` of SamplingParams."""
+
+    model: str
+    prompt: str
+    system: str | None
+    think: bool | None
+    template_kwargs: dict[str, Any] | None
+    raw: bool
+    max_tokens: int
+    stop: tuple[str, ...]
+    ignore_eos: bool
+    sampling: dict[str, Any]
+    settings: dict[str, Any]
+    echo: bool
+    stream: bool
+    as_json: bool
+    verbose: bool
+    quiet: bool
+    color: str
+    dec_prof: bool
+
+
+def read_options(ctx: click.Context) -> RunOptions:
+    """The parsed command line as a record. Raises UsageError; reads the prompt, but loads nothing."""
+    values = _without_overruled_variables(ctx)
+    if values["verbose"] and values["quiet"]:
+        raise UsageError("-v and -q exclude each other")
+    for name, value in (("system", "-s"), ("think", "--think"), ("chat_template_kwargs", "--chat-template-kwargs")):
+        if values["raw"] and values[name] is not None:
+            raise UsageError(f"--raw leaves the chat template out, so {value} has no meaning with it")
+    if values["wmode"] is None:
+        values["wmode"] = packed_wmode(values["model"] or "") or WMODES[0]
+    settings = {name: values[name] for name in ("wmode", "kv", "threads", "pin", "ctx_size", "prefill_batch", "offline")}
+    Settings.from_dict(settings)
+    sampling = {name: values[name] for name in ("temp", "top_k", "top_p", "min_p", "repeat_penalty", "seed")}
+    _check_sampling(sampling)
+    stops = tuple(argument_text("--stop", stop) for stop in values["stop"])
+    if "" in stops:
+        raise UsageError("--stop must be text of at least one character")
+    template_kwargs = template_arguments(values["chat_template_kwargs"])
+    system = None if values["system"] is None else argument_text("the system prompt", values["system"])
+    if not values["model"]:
+        raise UsageError("no model: give -m a checkpoint folder, a packed file or a Hub id, or set QWENC_MODEL")
+    return RunOptions(
+        model=values["model"],
+        prompt=read_prompt(values["argument"], values["prompt_option"], values["file"]),
+        system=system,
+        think=values["think"],
+        template_kwargs=template_kwargs,
+        raw=values["raw"],
+        max_tokens=values["max_tokens"],
+        stop=stops,
+        ignore_eos=values["ignore_eos"],
+        sampling=sampling,
+        settings=settings,
+        echo=values["echo"],
+        stream=not (values["no_stream"] or values["as_json"]),
+        as_json=values["as_json"],
+        verbose=values["verbose"],
+        quiet=values["quiet"],
+        color=values["color"],
+        dec_prof=values["dec_prof"] or "VLLM_DEC_PROF" in os.environ,
+    )
+
+
+def _without_overruled_variables(ctx: click.Context) -> dict[str, Any]:
+    """The values, without those that come from the environment and that the command line contradicts.
+
+    A prompt on the command line beats QWENC_PROMPT and QWENC_FILE, --raw beats QWENC_SYSTEM and the like, -q beats QWENC_VERBOSE.
+    """
+    values = dict(ctx.params)
+    source = {name: ctx.get_parameter_source(name) for name in values}
+    from_environment = {name for name in values if source[name] is click.core.ParameterSource.ENVIRONMENT}
+    prompts = ("argument", "prompt_option", "file")
+    if any(values[name] is not None and name not in from_environment for name in prompts):
+        values |= {name: None for name in prompts if name in from_environment}
+    if values["raw"] and "raw" not in from_environment:
+        values |= {name: None for name in ("system", "think", "chat_template_kwargs") if name in from_environment}
+    for name, rival in (("quiet", "verbose"), ("verbose", "quiet")):
+        if values[name] and name not in from_environment and rival in from_environment:
+            values[rival] = False
+    return values
+
+
+def _check_sampling(sampling: dict[str, Any]) -> None:
+    from qwenc.sampling import SamplingParams  # numpy: not for --help
+
+    SamplingParams(**sampling)

@@ -1,0 +1,143 @@
+"""What a run came to: its summary line and its JSON object."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from qwenc.timing import Timings
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Filled while a run goes on. finish_reason: "stop", "length" or "interrupt". timings: None until the engine has told them."""
+
+    prompt_tokens: int = 0
+    ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    finish_reason: str = "interrupt"
+    timings: Timings | None = None
+    started: float = field(default_factory=time.perf_counter)
+    first_token: float | None = None
+    last_token: float | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def add(self, step: Any) -> None:
+        """Takes one record of Engine.generate."""
+        if step.id is not None:
+            self.ids.append(step.id)
+            self.last_token = time.perf_counter()
+            self.first_token = self.first_token or self.last_token
+        if step.text:
+            self.texts.append(step.text)
+        if step.finish_reason is not None:
+            self.finish_reason, self.timings = step.finish_reason, step.timings
+            if step.usage is not None:
+                self.prompt_tokens = step.usage[0]
+
+    def rates(self) -> tuple[float | None, float | None]:
+        """Tokens per second of prefill and of decode, by the engine's clock, else by ours; None where nothing was computed."""
+        if self.timings is not None:
+            prefill, decode = self.timings.prefill, self.timings.decode
+            return _rate(prefill.n, prefill.total_ms / 1e3), _rate(decode.n, decode.total_ms / 1e3)
+        if self.first_token is None or self.last_token is None:
+            return None, None
+        return _rate(self.prompt_tokens, self.first_token - self.started), _rate(len(self.ids) - 1, self.last_token - self.first_token)
+
+
+def summary_line(outcome: Outcome, threads: int, cores: Sequence[int]) -> str:
+    """One line for people: load, JIT, prefill and decode rates, peak memory, threads and cores."""
+    prefill, decode = outcome.rates()
+    parts = []
+    if outcome.timings is not None:
+        parts += [f"load {outcome.timings.load_s:.2f} s", f"JIT {outcome.timings.compile_s:.2f} s"]
+    parts += [f"prefill {outcome.prompt_tokens} tok {_show_rate(prefill)}", f"decode {len(outcome.ids)} tok {_show_rate(decode)}"]
+    peak = peak_rss_bytes()
+    if peak is not None:
+        parts.append(f"peak RSS {show_bytes(peak)}")
+    parts.append(f"{threads} thread{'' if threads == 1 else 's'}" + (f" on cores {show_cores(cores)}" if cores else ", not pinned"))
+    return f"qwenc: {', '.join(parts)} [{outcome.finish_reason}]"
+
+
+def timings_record(outcome: Outcome) -> dict[str, Any]:
+    """The timings as JSON values: everything the log lines say, rates and peak memory."""
+    prefill_rate, decode_rate = outcome.rates()
+    record: dict[str, Any] = {"prefill_tok_s": prefill_rate, "decode_tok_s": decode_rate, "peak_rss_bytes": peak_rss_bytes()}
+    if outcome.timings is not None:
+        prefill, decode = outcome.timings.prefill, outcome.timings.decode
+        record |= {
+            "load_s": outcome.timings.load_s,
+            "compile_s": outcome.timings.compile_s,
+            "prefill": asdict(prefill) | {"gemm_ms": prefill.gemm_ms, "other_ms": prefill.other_ms},
+            "decode": asdict(decode) | {"other_ms": decode.other_ms},
+        }
+    return record
+
+
+def to_json(record: dict[str, Any], indent: int | None = None) -> str:
+    """One JSON document and a line end. Numbers that JSON cannot hold (NaN, infinity) become null."""
+    return json.dumps(_plain(record), ensure_ascii=False, allow_nan=False, indent=indent) + "\n"
+
+
+def peak_rss_bytes() -> int | None:
+    """The most memory this process ever held, in bytes; None where the system does not tell."""
+    try:
+        with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+            for line in status:
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    try:
+        import resource
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def show_bytes(count: float) -> str:
+    """Decimal units, three digits: 1.23 GB."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}" if count < 1000 * size else f"{count / size:.0f} {unit}"
+    return f"{count:.0f} B"
+
+
+def show_cores(cores: Sequence[int]) -> str:
+    """CPU numbers as ranges: 0-3,8."""
+    parts: list[list[int]] = []
+    for core in sorted(cores):
+        if parts and core == parts[-1][-1] + 1:
+            parts[-1].append(core)
+        else:
+            parts.append([core])
+    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+
+
+def _rate(count: int, seconds: float) -> float | None:
+    return count / seconds if count > 0 and seconds > 0 else None
+
+
+def _show_rate(rate: float | None) -> str:
+    return "" if rate is None else f"({rate:.1f} tok/s)"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(item) for item in (sorted(value) if isinstance(value, (set, frozenset)) else value)]
+    if value is None or isinstance(value, (str, int)):
+        return value
+    return _plain(value.item()) if hasattr(value, "item") else str(value)

@@ -1,0 +1,93 @@
+"""Where the prompt comes from: the command line, a file or stdin, as the bytes are, in UTF-8. Every mistake is a UsageError."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from qwenc.commands.screen import is_terminal
+from qwenc.errors import UsageError
+
+HINT = 'qwenc "a prompt", or qwenc -h for help'
+
+
+def read_prompt(argument: str | None, option: str | None, file: str | None) -> str:
+    """The one prompt given; "-" (as PROMPT or file) or nothing at all means stdin, but never a terminal that nobody asked for."""
+    given = [name for name, value in (("PROMPT", argument), ("-p", option), ("-f", file)) if value is not None]
+    if len(given) > 1:
+        raise UsageError(f"give one prompt, not {' and '.join(given)}")
+    if option is not None:
+        prompt = argument_text("the prompt", option)
+    elif file is not None and file != "-":
+        prompt = _from_bytes(_read_file(Path(file)), file)
+    elif argument is not None and argument != "-":
+        prompt = argument_text("the prompt", argument)
+    elif not given and is_terminal(sys.stdin):
+        raise UsageError(f"no prompt: try {HINT}")
+    else:
+        prompt = _from_bytes(_read_stdin(), "stdin")
+    if not prompt:
+        raise UsageError(f"the prompt is empty{'' if given else f' (nothing on stdin): try {HINT}'}")
+    return prompt
+
+
+def argument_text(what: str, value: str) -> str:
+    """A command-line value as text. Python smuggles bytes that are no UTF-8 through as lone surrogates; they are refused here."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return _decode(os.fsencode(value), what)
+    return value
+
+
+def template_arguments(text: str | None) -> dict[str, Any] | None:
+    """--chat-template-kwargs: a JSON object."""
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"--chat-template-kwargs is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise UsageError("--chat-template-kwargs must be a JSON object, such as '{\"enable_thinking\": false}'")
+    return value
+
+
+def _read_file(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except IsADirectoryError:
+        raise UsageError(f"cannot read the prompt from {path}: it is a directory") from None
+    except OSError as error:
+        raise UsageError(f"cannot read the prompt from {path}: {error.strerror}") from None
+    except ValueError as error:  # a NUL in the name
+        raise UsageError(f"cannot read the prompt from {str(path)!r}: {error}") from None
+
+
+def _read_stdin() -> bytes:
+    stream = getattr(sys.stdin, "buffer", None)
+    if stream is None:
+        raise UsageError(f"no prompt: stdin is closed; try {HINT}")
+    try:
+        return stream.read() or b""
+    except OSError as error:
+        raise UsageError(f"cannot read the prompt from stdin: {error.strerror}") from None
+
+
+def _from_bytes(data: bytes, name: str) -> str:
+    """Bytes as text, unchanged (line ends too) but for a byte order mark in front."""
+    bare = data.removeprefix(codecs.BOM_UTF8)
+    return _decode(bare, name, len(data) - len(bare))
+
+
+def _decode(data: bytes, name: str, skipped: int = 0) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        hint = " (it looks like UTF-16; save it as UTF-8)" if data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else ""
+        bad = data[error.start]
+        raise UsageError(f"{name} is not UTF-8: byte 0x{bad:02x} at offset {error.start + skipped}{hint}") from None

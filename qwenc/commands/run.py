@@ -1,0 +1,137 @@
+"""`qwenc run`: one prompt in, its completion on stdout as it comes."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import sys
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from qwenc.commands.options import RunOptions, read_options, run_options
+from qwenc.commands.outcome import Outcome, summary_line, timings_record, to_json
+from qwenc.commands.params import Command
+from qwenc.commands.progress import ScreenReporter
+from qwenc.commands.screen import is_terminal, say, wants_color, write_out
+
+INTERRUPTED = 130
+
+EPILOG = """
+Examples:
+  qwenc -m Qwen/Qwen3-0.6B "Why is the sky blue?"
+  qwenc -m ./smollm2 --raw -n 64 "Once upon a time"
+  git diff | qwenc -s "Write a commit message for this diff."     (with QWENC_MODEL set)
+  qwenc -f question.txt --json --temp 0.7 --top-p 0.8 --seed 1 > answer.json
+
+Every option can be set as a variable QWENC_<OPTION>: QWENC_MODEL, QWENC_MAX_TOKENS, QWENC_THINK=0 …; the command line wins.
+stdout holds the model's text only, byte for byte; a line end is added only on a terminal. With --echo the prompt comes first, as it
+was given (in a chat on its own line).
+Exit codes: 0 done (or the reader of stdout left), 1 failure, 2 wrong usage, 130 Ctrl-C (what was generated stays).
+"""
+
+
+@click.command(cls=Command, epilog=EPILOG, short_help="Complete a prompt (the default command).")
+@run_options
+@click.pass_context
+def run(ctx: click.Context, **_values: Any) -> None:
+    """Complete PROMPT with a model. Without a prompt, or with -, it is read from stdin."""
+    options = read_options(ctx)
+    color = wants_color(options.color, sys.stderr)
+    reporter = ScreenReporter(options.quiet, options.verbose, color)
+    import qwenc.engine
+
+    from qwenc.sampling import SamplingParams
+
+    sampling = SamplingParams(**options.sampling)
+    if sampling.seed is None and sampling.temp > 0:
+        sampling = SamplingParams(**options.sampling | {"seed": secrets.randbits(32)})
+        reporter.detail(f"seed {sampling.seed}")
+    try:
+        with qwenc.engine.load(options.model, reporter=reporter, **options.settings) as engine:
+            outcome = _generate(engine, options, sampling, reporter)
+            record = _record(outcome, engine, options, sampling)
+            _print_end(outcome, record, options)
+            if not options.quiet:
+                _report(outcome, engine, color)
+    finally:
+        reporter.close()
+    if outcome.finish_reason == "interrupt":
+        ctx.exit(INTERRUPTED)
+
+
+def _generate(engine: Any, options: RunOptions, sampling: Any, reporter: ScreenReporter) -> Outcome:
+    """Runs to the end or to Ctrl-C, printing as it goes unless the options say otherwise."""
+    chat = {"system": options.system, "think": options.think, "template_kwargs": options.template_kwargs}
+    ids = engine.encode_prompt(options.prompt, raw=options.raw, **chat)
+    reporter.detail(f"prompt of {len(ids)} tokens, context of {engine.context_size}; ends at ids {sorted(engine.eos_ids)}")
+    outcome = Outcome(prompt_tokens=len(ids))
+    if options.echo:
+        in_chat = engine.has_chat_template and not options.raw
+        outcome.texts.append(options.prompt + ("\n" if in_chat and not options.prompt.endswith("\n") else ""))
+        if options.stream:
+            write_out(outcome.texts[0])
+    steps = engine.generate(
+        ids,
+        max_tokens=options.max_tokens,
+        sampling=sampling,
+        stop=options.stop,
+        ignore_eos=options.ignore_eos,
+        dec_prof=options.dec_prof,
+    )
+    try:
+        with contextlib.closing(steps):
+            for step in steps:
+                outcome.add(step)
+                reporter.close()
+                if step.text and options.stream:
+                    write_out(step.text)
+                if step.token_timing is not None and options.dec_prof and not options.quiet:
+                    say(step.token_timing.line())
+    except KeyboardInterrupt:
+        outcome.finish_reason = "interrupt"
+    except Exception:
+        if options.stream:
+            _end_line(outcome.text)  # so that the error does not hang on the text
+        raise
+    return outcome
+
+
+def _print_end(outcome: Outcome, record: dict[str, Any], options: RunOptions) -> None:
+    """What was not streamed; on a terminal, the line end that the text lacks."""
+    if options.as_json:
+        write_out(to_json(record))
+        return
+    if not options.stream:
+        write_out(outcome.text)
+    _end_line(outcome.text)
+
+
+def _end_line(text: str) -> None:
+    """Ends an unfinished last line, on a terminal only: piped text stays as the model wrote it."""
+    if is_terminal(sys.stdout) and text and not text.endswith("\n"):
+        write_out("\n")
+
+
+def _report(outcome: Outcome, engine: Any, color: bool) -> None:
+    """The timing lines, never coloured since scripts parse them, and the summary."""
+    if outcome.timings is not None:
+        for line in (*outcome.timings.prefill.lines(), *outcome.timings.decode.lines()):
+            say(line)
+    say(summary_line(outcome, engine.threads, engine.cores), dim=color)
+
+
+def _record(outcome: Outcome, engine: Any, options: RunOptions, sampling: Any) -> dict[str, Any]:
+    """The object that --json prints."""
+    chat = {"raw": options.raw, "system": options.system, "think": options.think, "template_kwargs": options.template_kwargs}
+    generation = {"max_tokens": options.max_tokens, "stop": list(options.stop), "ignore_eos": options.ignore_eos, "echo": options.echo}
+    resolved = {"threads": engine.threads, "cores": list(engine.cores), "ctx_size": engine.context_size}
+    return {
+        "text": outcome.text,
+        "ids": outcome.ids,
+        "finish_reason": outcome.finish_reason,
+        "usage": {"prompt_tokens": outcome.prompt_tokens, "completion_tokens": len(outcome.ids)},
+        "timings": timings_record(outcome),
+        "settings": {"model": options.model, **asdict(engine.settings), **resolved, **asdict(sampling), **generation, **chat},
+    }

@@ -1,0 +1,105 @@
+"""An engine that plays a script instead of running a model, for tests of the command: pieces of text, failures, slowness.
+
+`python tests/fake_engine.py ARGS…` is the real command with this engine in place; the script is JSON in FAKE_ENGINE.
+"""
+
+import json
+import os
+import sys
+import time
+import types
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from qwenc.errors import QwencError, UsageError
+from qwenc.settings import Settings
+from qwenc.timing import DecodeTiming, PrefillTiming, Timings, TokenTiming
+
+calls = []  # (name, arguments) of everything the command asked for
+
+
+@dataclass
+class Step:
+    id: int | None = None
+    text: str = ""
+    logprob: float | None = None
+    finish_reason: str | None = None
+    timings: Timings | None = None
+    usage: tuple[int, int] | None = None
+    token_timing: TokenTiming | None = None
+
+
+FAILURES = {
+    "qwenc": lambda: QwencError("the logits of layer 3 are not finite"),
+    "usage": lambda: UsageError("the prompt has 12 tokens, the context 8"),
+    "memory": lambda: MemoryError("cannot hold 99 GB"),
+    "zero": lambda: ZeroDivisionError("[/x] division"),
+    "os": lambda: OSError(5, "Input/output error", "model[red].qwenc"),
+    "interrupt": KeyboardInterrupt,
+    "pipe": lambda: BrokenPipeError(32, "Broken pipe"),
+}
+
+
+class FakeEngine:
+    def __init__(self, model, reporter, script, settings):
+        self.script, self.settings = script, Settings.from_dict(settings)
+        self.context_size, self.threads, self.cores = 4096, 2, [0, 1]
+        self.eos_ids, self.has_chat_template = frozenset([5, 3]), script.get("chat", True)
+        reporter.note(f"loaded [bold]{model}[/bold] :smile:")
+        reporter.detail("a detail")
+        for done in range(3):
+            reporter.progress("compile", done, 2)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        calls.append(("close", None))
+
+    def encode_prompt(self, text, raw=False, system=None, think=None, template_kwargs=None):
+        calls.append(("encode_prompt", {"text": text, "raw": raw, "system": system, "think": think, "template_kwargs": template_kwargs}))
+        return list(range(max(1, len(text))))
+
+    def generate(self, prompt, **settings):
+        calls.append(("generate", settings))
+        pieces = self.script.get("pieces", ["Hel", "", "lo", " wörld"])[: settings["max_tokens"]] * self.script.get("repeat", 1)
+        pieces = [piece * self.script.get("repeat_text", 1) for piece in pieces]
+        for place, piece in enumerate(pieces):
+            time.sleep(self.script.get("delay", 0))
+            if place == self.script.get("fail_at", -1):
+                raise FAILURES[self.script["failure"]]()
+            timing = TokenTiming(len(prompt) + place + 1, {"qkv": 1.0}, 2.0) if settings["dec_prof"] else None
+            yield Step(100 + place, piece, -0.5, token_timing=timing)
+        timings = Timings(0.5, 0.0, PrefillTiming(len(prompt), 100.0, 10, 10, 20, 10, 30), DecodeTiming(len(pieces), 200.0, 150, 30))
+        yield Step(None, self.script.get("rest", ""), None, "length", timings, (len(prompt), len(pieces)))
+
+
+def load(model, *, reporter, **settings):
+    calls.append(("load", {"model": model, **settings}))
+    script = json.loads(os.environ.get("FAKE_ENGINE", "{}"))
+    if "load_failure" in script:
+        raise FAILURES[script["load_failure"]]()
+    return FakeEngine(model, reporter, script, settings)
+
+
+def install(monkeypatch=None):
+    module = types.ModuleType("qwenc.engine")
+    module.load = load
+    calls.clear()
+    import qwenc
+
+    if monkeypatch is None:
+        sys.modules["qwenc.engine"] = module
+        qwenc.engine = module
+    else:
+        monkeypatch.setitem(sys.modules, "qwenc.engine", module)
+        monkeypatch.setattr(qwenc, "engine", module, raising=False)
+
+
+if __name__ == "__main__":
+    install()
+    from qwenc.commands.main import main
+
+    main()

@@ -1,0 +1,374 @@
+"""`qwenc run` from its arguments to what it asks of the engine and prints, with a scripted engine (tests/fake_engine.py)."""
+
+import io
+import json
+import math
+import os
+import sys
+
+import fake_engine
+import pytest
+
+from qwenc.commands.main import run_command
+
+
+@pytest.fixture
+def cli(monkeypatch, capfdbinary):
+    """cli(*args, stdin=bytes, script={…}, env={…}) → (exit code, stdout text, stderr lines). stdin=None is a terminal."""
+    fake_engine.install(monkeypatch)
+    for name in [name for name in os.environ if name.startswith(("QWENC_", "VLLM_", "FAKE_", "NO_COLOR", "FORCE_COLOR"))]:
+        monkeypatch.delenv(name)
+
+    def call(*args, stdin=None, script=None, env=None):
+        stream = io.TextIOWrapper(io.BytesIO(stdin or b""), encoding="utf-8")
+        if stdin is None:
+            stream.isatty = lambda: True
+        monkeypatch.setattr(sys, "stdin", stream)
+        monkeypatch.setenv("FAKE_ENGINE", json.dumps(script or {}))
+        fake_engine.calls.clear()
+        with monkeypatch.context() as patch:
+            for name, value in (env or {}).items():
+                patch.setenv(name, value)
+            code = run_command(list(args))
+        out, err = capfdbinary.readouterr()
+        return code, out.decode(), err.decode().splitlines()
+
+    return call
+
+
+def asked(name: str) -> dict:
+    """The last call of the engine's `name`."""
+    return next(arguments for called, arguments in reversed(fake_engine.calls) if called == name)
+
+
+TIMING_LINES = ["[PREFILL-TIMING]", "[PREFILL-KERNELS]", "[DECODE-TIMING]"]
+
+
+def test_text_on_stdout_and_timings_then_summary_on_stderr(cli):
+    code, out, err = cli("-m", "M", "hi")
+    assert (code, out) == (0, "Hello wörld")
+    assert [line.split()[0] for line in err[-4:-1]] == TIMING_LINES
+    assert err[-1].startswith("qwenc: load 0.50 s, JIT 0.00 s, prefill 2 tok (20.0 tok/s), decode 4 tok (20.0 tok/s), peak RSS ")
+    assert err[-1].endswith(" 2 threads on cores 0-1 [length]")
+
+
+@pytest.mark.parametrize("args", [["hi"], ["run", "hi"], ["-p", "hi"], ["run", "-p", "hi"], ["--prompt=hi"], ["--", "hi"]])
+def test_ways_to_give_a_prompt(cli, args):
+    code, out, _ = cli("-m", "M", *args) if args[0] != "run" else cli("run", "-m", "M", *args[1:])
+    assert code == 0 and out == "Hello wörld" and asked("encode_prompt")["text"] == "hi"
+
+
+def test_a_prompt_named_like_a_command_or_an_option(cli):
+    assert cli("-m", "M", "-p", "info")[0] == 0 and asked("encode_prompt")["text"] == "info"
+    assert cli("run", "-m", "M", "env")[0] == 0 and asked("encode_prompt")["text"] == "env"
+    assert cli("-m", "M", "--", "-x")[0] == 0 and asked("encode_prompt")["text"] == "-x"
+    assert cli("-m", "M", " ")[0] == 0 and asked("encode_prompt")["text"] == " "
+
+
+@pytest.mark.parametrize("args", [[], ["-"], ["-f", "-"]])
+def test_stdin_is_the_prompt_byte_for_byte(cli, args):
+    code, _, _ = cli("-m", "M", *args, stdin="\ufeff a\r\nwörld\x00\n\n".encode())
+    assert code == 0 and asked("encode_prompt")["text"] == " a\r\nwörld\x00\n\n"
+
+
+def test_piped_stdin_is_left_alone_when_there_is_a_prompt(cli):
+    cli("-m", "M", "hi", stdin=b"not me")
+    assert asked("encode_prompt")["text"] == "hi" and sys.stdin.buffer.read() == b"not me"
+
+
+def test_every_setting_reaches_the_engine(cli):
+    code, out, _ = cli(
+        *("-m", "M", "-s", "S", "--no-think", "--chat-template-kwargs", '{"a": [1]}', "-n", "3", "-c", "99", "--stop", "x", "--stop", "\n"),
+        *("--ignore-eos", "--temp", "0.5", "--top-k", "7", "--top-p", "0.9", "--min-p", "0.1", "--repeat-penalty", "1.2", "--seed", "4"),
+        *("--wmode", "q4", "--kv", "f32", "-t", "1", "--no-pin", "--prefill-batch", "8", "--offline", "--dec-prof", "-q", "hi"),
+    )
+    assert (code, out) == (0, "Hello")
+    load = {"wmode": "q4", "kv": "f32", "threads": 1, "pin": False, "ctx_size": 99, "prefill_batch": 8, "offline": True}
+    assert asked("load") == {"model": "M", **load}
+    assert asked("encode_prompt") == {"text": "hi", "raw": False, "system": "S", "think": False, "template_kwargs": {"a": [1]}}
+    generate = asked("generate")
+    sampling = generate.pop("sampling")
+    assert generate == {"max_tokens": 3, "stop": ("x", "\n"), "ignore_eos": True, "dec_prof": True}
+    assert [getattr(sampling, name) for name in sampling.__slots__] == [0.5, 7, 0.9, 0.1, 1.2, 4]
+
+
+def test_every_option_can_be_a_variable(cli):
+    env = {
+        **{"QWENC_MODEL": "E", "QWENC_SYSTEM": "S", "QWENC_THINK": "0", "QWENC_CHAT_TEMPLATE_KWARGS": "{}", "QWENC_MAX_TOKENS": "3"},
+        **{"QWENC_CTX_SIZE": "98", "QWENC_STOP": "two words", "QWENC_IGNORE_EOS": "1", "QWENC_TEMP": "0.5", "QWENC_TOP_K": "7"},
+        **{"QWENC_TOP_P": "0.9", "QWENC_MIN_P": "0.1", "QWENC_REPEAT_PENALTY": "1.2", "QWENC_SEED": "4", "QWENC_ECHO": "yes"},
+        **{"QWENC_JSON": "1", "QWENC_WMODE": "f32", "QWENC_KV": "f32", "QWENC_THREADS": "1", "QWENC_PIN": "0", "QWENC_OFFLINE": "1"},
+        **{"QWENC_PREFILL_BATCH": "9", "QWENC_QUIET": "1", "QWENC_PROMPT": "from env", "QWENC_DEC_PROF": "1", "QWENC_COLOR": "never"},
+    }
+    code, out, err = cli(env=env)
+    assert (code, err) == (0, [])
+    settings = json.loads(out)["settings"]
+    expected = {
+        **{"model": "E", "system": "S", "think": False, "template_kwargs": {}, "max_tokens": 3, "stop": ["two words"], "ignore_eos": True},
+        **{
+            "temp": 0.5,
+            "top_k": 7,
+            "top_p": 0.9,
+            "min_p": 0.1,
+            "repeat_penalty": 1.2,
+            "seed": 4,
+            "echo": True,
+            "wmode": "f32",
+            "kv": "f32",
+        },
+        **{"pin": False, "offline": True, "prefill_batch": 9},
+    }
+    assert {name: settings[name] for name in expected} == expected
+    assert asked("load")["ctx_size"] == 98 and asked("load")["threads"] == 1
+    assert asked("encode_prompt")["text"] == "from env"
+
+
+def test_the_command_line_beats_the_variables(cli):
+    env = {"QWENC_MODEL": "E", "QWENC_TEMP": "0.5", "QWENC_PROMPT": "env", "QWENC_FILE": "/none", "QWENC_SYSTEM": "S", "QWENC_VERBOSE": "1"}
+    code, _, err = cli("-m", "M", "--temp", "0", "--raw", "-q", "hi", env=env)
+    assert (code, err) == (0, [])
+    assert asked("load")["model"] == "M" and asked("encode_prompt")["text"] == "hi" and asked("encode_prompt")["system"] is None
+    assert cli("hi", env={"QWENC_MODEL": "E", "QWENC_MAX_TOKENS": ""})[0] == 0  # an empty variable is none
+    code, _, err = cli("hi", env={"QWENC_MODEL": "E", "QWENC_MAX_TOKENS": "many"})
+    assert code == 2 and len(err) == 1 and "QWENC_MAX_TOKENS" in err[0]
+
+
+BAD = [
+    *(["hi", *bad] for bad in (["-n", "-1"], ["-n", "x"], ["-n", "1.5"], ["-c", "0"], ["-t", "0"], ["-t", "-1"], ["--prefill-batch", "0"])),
+    *(["hi", "--temp", value] for value in ("-0.1", "nan", "inf", "warm", "")),
+    *(["hi", "--top-p", value] for value in ("1.1", "-1", "nan")),
+    *(["hi", "--min-p", value] for value in ("1.1", "-1", "nan")),
+    *(["hi", "--top-k", value] for value in ("-1", "1.5")),
+    *(["hi", "--repeat-penalty", value] for value in ("0", "-1", "nan", "inf")),
+    *(["hi", "--seed", value] for value in ("-1", "x", "18446744073709551616")),
+    *(
+        ["hi", "--wmode", "q5"],
+        ["hi", "--kv", "q3"],
+        ["hi", "--color", "red"],
+        ["hi", "--stop", ""],
+        ["hi", "--sparse"],
+        ["hi", "-v", "-q"],
+    ),
+    *(["hi", "--chat-template-kwargs", value] for value in ("{", "[1]", "", "nan", "[" * 100000)),
+    *(["hi", "--raw", *more] for more in (["-s", "S"], ["--think"], ["--no-think"], ["--chat-template-kwargs", "{}"])),
+    *(["hi", "there"], ["hi", "-p", "x"], ["-p", "x", "-f", "y"], ["-", "-p", "x"], ["hi", "-f", "-"]),
+    *([], [""], ["-p", ""], ["-f", "/none/such"], ["-f", "/"], ["-f", ""], ["a\udcffb"], ["hi", "-s", "\udcff"], ["hi", "-m", ""]),
+    *(["hi", "--model"], ["hi", "--json=1"], ["hi", "-z"]),
+]
+
+
+@pytest.mark.parametrize("args", BAD, ids=lambda args: " ".join(args)[:40].encode("ascii", "replace").decode())
+def test_wrong_usage_is_one_line_and_exit_2(cli, args):
+    code, out, err = cli("-m", "M", *args)
+    assert (code, out, len(err)) == (2, "", 1)
+    assert err[0].startswith("qwenc: error: ") and len(err[0]) < 300
+    assert not fake_engine.calls
+
+
+def test_no_model_is_wrong_usage(cli):
+    code, _, err = cli("hi")
+    assert code == 2 and len(err) == 1 and "QWENC_MODEL" in err[0]
+
+
+@pytest.mark.parametrize("data", [b"", "\ufeff".encode()])
+def test_an_empty_stdin_or_file_is_wrong_usage(cli, tmp_path, data):
+    code, _, err = cli("-m", "M", stdin=data)
+    assert code == 2 and len(err) == 1 and "empty" in err[0]
+    (tmp_path / "p").write_bytes(data)
+    code, _, err = cli("-m", "M", "-f", str(tmp_path / "p"))
+    assert code == 2 and len(err) == 1 and "empty" in err[0]
+
+
+def test_a_closed_stdin_is_wrong_usage(cli, monkeypatch):
+    import qwenc.commands.prompt_input as prompt_input
+
+    monkeypatch.setattr(prompt_input, "sys", type("S", (), {"stdin": None}))
+    code, _, err = cli("-m", "M")
+    assert code == 2 and len(err) == 1 and "stdin is closed" in err[0]
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b"x", "x"),
+        (b"x\n", "x\n"),
+        (b"x\n\n", "x\n\n"),
+        (b"\xef\xbb\xbfx", "x"),
+        (b"\xef\xbb\xbf\xef\xbb\xbfx", "\ufeffx"),
+        (b"a\r\nb\rc", "a\r\nb\rc"),
+        (b"a\x00b", "a\x00b"),
+        (b"\x1b[31m", "\x1b[31m"),
+        ("é👍🏽".encode(), "é👍🏽"),
+        (b" ", " "),
+        (b"x" * 3_000_000, "x" * 3_000_000),
+    ],
+    ids=range(11),
+)
+def test_a_file_is_taken_as_its_bytes_are(cli, tmp_path, data, text):
+    path = tmp_path / "prompt [x] [red] :smile:.txt"
+    path.write_bytes(data)
+    assert cli("-m", "M", "-f", str(path), "-n", "1")[0] == 0
+    assert asked("encode_prompt")["text"] == text
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"ab\xffc", "byte 0xff at offset 2"),
+        (b"\xef\xbb\xbfab\xff", "byte 0xff at offset 5"),
+        ("hi".encode("utf-16"), "byte 0xff at offset 0 (it looks like UTF-16"),
+        (b"ab\xe2\x82", "byte 0xe2 at offset 2"),
+        (b"\xed\xa0\x80", "byte 0xed at offset 0"),
+    ],
+)
+def test_a_file_that_is_not_utf8_is_refused_with_the_offset(cli, tmp_path, data, says):
+    path = tmp_path / "prompt"
+    path.write_bytes(data)
+    code, _, err = cli("-m", "M", "-f", str(path))
+    assert code == 2 and len(err) == 1 and says in err[0]
+    code, _, err = cli("-m", "M", stdin=data)
+    assert code == 2 and len(err) == 1 and "stdin is not UTF-8" in err[0] and says in err[0]
+
+
+def test_a_fifo_is_read_to_its_end(cli, tmp_path):
+    import threading
+
+    path = tmp_path / "fifo"
+    os.mkfifo(path)
+    writer = threading.Thread(target=lambda: path.write_bytes(b"from a fifo"))
+    writer.start()
+    assert cli("-m", "M", "-f", str(path))[0] == 0
+    writer.join()
+    assert asked("encode_prompt")["text"] == "from a fifo"
+
+
+def test_quiet_and_verbose(cli):
+    assert cli("-m", "M", "-q", "hi")[2] == []
+    plain, verbose = cli("-m", "M", "hi")[2], cli("-m", "M", "-v", "--temp", "1", "hi")[2]
+    assert "qwenc: a detail" not in plain and "qwenc: a detail" in verbose
+    assert any("seed" in line for line in verbose) and any("ends at ids [3, 5]" in line for line in verbose)
+    code, _, err = cli("-m", "M", "-q", "hi", script={"failure": "qwenc", "fail_at": 1})
+    assert code == 1 and err == ["qwenc: error: the logits of layer 3 are not finite"]
+
+
+def test_a_drawn_seed_is_told_so_that_the_run_can_be_repeated(cli):
+    first, second = (json.loads(cli("-m", "M", "--temp", "1", "--json", "hi")[1])["settings"]["seed"] for _ in range(2))
+    assert isinstance(first, int) and first != second
+    assert json.loads(cli("-m", "M", "--json", "hi")[1])["settings"]["seed"] is None
+
+
+def test_json_is_one_object_on_one_line(cli):
+    code, out, err = cli("-m", "M", "--json", "hi")
+    record = json.loads(out, parse_constant=lambda name: pytest.fail(f"bare {name}"))
+    assert code == 0 and out.count("\n") == 1 and len(err) == 5
+    assert list(record) == ["text", "ids", "finish_reason", "usage", "timings", "settings"]
+    assert (record["text"], record["ids"], record["finish_reason"]) == ("Hello wörld", [100, 101, 102, 103], "length")
+    assert record["usage"] == {"prompt_tokens": 2, "completion_tokens": 4}
+    assert record["timings"]["prefill"]["gemm_ms"] == 50 and record["timings"]["decode_tok_s"] == 20.0
+    assert record["settings"]["threads"] == 2 and record["settings"]["cores"] == [0, 1] and record["settings"]["ctx_size"] == 4096
+
+
+def test_json_never_holds_nan():
+    from qwenc.commands.outcome import to_json
+
+    record = {"a": math.nan, "b": [math.inf, (-math.inf,)], "c": {1: math.nan}, "d": frozenset([2, 1]), "e": io}
+    assert json.loads(to_json(record), parse_constant=pytest.fail) == {
+        **{"a": None, "b": [None, [None]], "c": {"1": None}, "d": [1, 2]},
+        "e": str(io),
+    }
+
+
+def test_nothing_generated_is_fine(cli):
+    code, out, err = cli("-m", "M", "-n", "0", "hi", script={"pieces": []})
+    assert (code, out) == (0, "") and "decode 0 tok" in err[-1] and "nan" not in " ".join(err)
+    assert json.loads(cli("-m", "M", "-n", "0", "--json", "hi")[1])["usage"]["completion_tokens"] == 0
+
+
+def test_text_that_comes_with_the_last_record(cli):
+    assert cli("-m", "M", "hi", script={"pieces": ["a"], "rest": "\ufffd"})[1] == "a\ufffd"
+
+
+def test_no_stream_prints_the_same(cli):
+    assert cli("-m", "M", "--no-stream", "hi")[1] == "Hello wörld"
+    assert cli("-m", "M", "--no-stream", "--echo", "--raw", "hi ")[1] == "hi Hello wörld"
+
+
+def test_echo(cli):
+    assert cli("-m", "M", "--echo", "--raw", "hi ")[1] == "hi Hello wörld"
+    assert cli("-m", "M", "--echo", "hi")[1] == "hi\nHello wörld"
+    assert cli("-m", "M", "--echo", "hi\n")[1] == "hi\nHello wörld"
+    assert cli("-m", "M", "--echo", "hi", script={"chat": False})[1] == "hiHello wörld"
+    assert json.loads(cli("-m", "M", "--echo", "--json", "hi")[1])["text"] == "hi\nHello wörld"
+
+
+@pytest.mark.parametrize("by_variable", [False, True])
+def test_dec_prof_gives_a_line_per_token(cli, by_variable):
+    args, env = ([], {"VLLM_DEC_PROF": ""}) if by_variable else (["--dec-prof"], {})
+    code, out, err = cli("-m", "M", *args, "hi", env=env)
+    lines = [line for line in err if line.startswith("[DEC-SINGLE]")]
+    assert (code, out) == (0, "Hello wörld")
+    assert [line.split()[1] for line in lines] == ["seq=3", "seq=4", "seq=5", "seq=6"]
+    assert cli("-m", "M", "-q", *args, "hi", env=env)[2] == []
+
+
+@pytest.mark.parametrize(
+    ("failure", "code", "line"),
+    [
+        ("qwenc", 1, "qwenc: error: the logits of layer 3 are not finite"),
+        ("usage", 2, "qwenc: error: the prompt has 12 tokens, the context 8"),
+        ("memory", 1, "qwenc: error: out of memory: cannot hold 99 GB"),
+        ("zero", 1, "qwenc: error: internal error (ZeroDivisionError: [/x] division); QWENC_DEBUG=1 shows where"),
+        ("os", 1, "qwenc: error: Input/output error: model[red].qwenc"),
+        ("pipe", 1, "qwenc: error: Broken pipe"),  # not stdout's: a broken connection must not pass for success
+    ],
+)
+@pytest.mark.parametrize("where", ["load", "generate"])
+def test_failures_are_one_line_and_an_exit_code(cli, failure, code, line, where):
+    script = {"load_failure": failure} if where == "load" else {"failure": failure, "fail_at": 2}
+    got, out, err = cli("-m", "M", "hi", script=script)
+    assert (got, err[-1]) == (code, line)
+    assert out == ("" if where == "load" else "Hel")
+    assert len(err) == (1 if where == "load" else 2)
+    _, out, err = cli("-m", "M", "--json", "hi", script=script)
+    assert out == "" and err[-1] == line
+
+
+def test_debug_shows_the_traceback_and_keeps_the_code(cli):
+    code, _, err = cli("-m", "M", "hi", script={"load_failure": "usage"}, env={"QWENC_DEBUG": "1"})
+    assert code == 2 and err[0].startswith("Traceback") and err[-1].startswith("qwenc: error: ")
+
+
+@pytest.mark.parametrize("args", [[], ["--no-stream"]])
+def test_interrupt_keeps_the_text_and_prints_the_summary(cli, args):
+    code, out, err = cli("-m", "M", *args, "hi", script={"failure": "interrupt", "fail_at": 3})
+    assert (code, out) == (130, "Hello")
+    assert err[-1].endswith("[interrupt]") and "prefill 2 tok" in err[-1] and "decode 3 tok" in err[-1]
+    assert ("close", None) in fake_engine.calls
+
+
+def test_interrupt_with_json_prints_the_part(cli):
+    code, out, _ = cli("-m", "M", "--json", "hi", script={"failure": "interrupt", "fail_at": 3})
+    record = json.loads(out)
+    assert code == 130 and record["text"] == "Hello" and record["finish_reason"] == "interrupt" and record["ids"] == [100, 101, 102]
+    assert record["usage"] == {"prompt_tokens": 2, "completion_tokens": 3}
+
+
+def test_interrupt_while_loading(cli):
+    assert cli("-m", "M", "hi", script={"load_failure": "interrupt"}) == (130, "", [])
+
+
+MARKUP = "[/INST] [0] [red]x[/red] :smile: {x} %s \\[b] \x1b[31m"
+
+
+@pytest.mark.parametrize("columns", ["20", "80"])
+def test_markup_in_text_model_and_errors_is_left_alone(cli, columns):
+    env = {"COLUMNS": columns}
+    code, out, err = cli("-m", "[/x] [red]:smile:", "hi", script={"pieces": [MARKUP]}, env=env)
+    assert (code, out) == (0, MARKUP)
+    assert err[0] == "qwenc: loaded [bold][/x] [red]:smile:[/bold] :smile:"
+    code, _, err = cli("-m", "M", "-f", "/none/[/x] [red]:smile:\x1b[2J\nsecond", env=env)
+    assert code == 2 and err == [
+        "qwenc: error: cannot read the prompt from /none/[/x] [red]:smile:\\x1b[2J second: No such file or directory"
+    ]
+    code, _, err = cli("-m", "M", "hi", "[/x]", env=env)
+    assert code == 2 and "([/x])" in err[0]
