@@ -138,9 +138,7 @@ def _for_people(record: dict[str, Any]) -> dict[str, Any]:
     return {
         "model": f"{one_line(record['model'])} ({kind})",
         "architecture": record["model_type"] + (" (text part only)" if record["vision_skipped"] else ""),
-        "parameters": f"{record['parameters'] / 1e9:.3g} billion"
-        if record["parameters"] >= 1e8
-        else f"{record['parameters'] / 1e6:.3g} million",
+        "parameters": f"{weights / 1e9:.3g} billion" if weights >= 1e9 else f"{weights / 1e6:.3g} million",
         "layers": layers,
         "attention": heads + (", q/k norm" if record["qk_norm"] else ""),
         "vocabulary": f"{record['vocab_size']}, {'tied' if record['tie_word_embeddings'] else 'untied'} head, "

@@ -1,0 +1,149 @@
+"""`qwenc info`, `qwenc convert` and `qwenc env`, in process on a tiny checkpoint."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoints import LLAMA, MOE, write_checkpoint
+from tiny_model import TOKENS, write_tiny_model
+
+from qwenc.commands.main import run_command
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("tiny [x] [red] :smile:"))
+
+
+@pytest.fixture
+def cli(monkeypatch, capfdbinary, tmp_path):
+    for name in [name for name in os.environ if name.startswith(("QWENC_", "NO_COLOR", "FORCE_COLOR"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("QWENC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def call(*args):
+        code = run_command([str(arg) for arg in args])
+        out, err = capfdbinary.readouterr()
+        assert b"\x1b" not in out + err
+        return code, out.decode(), err.decode().splitlines()
+
+    return call
+
+
+def test_info_of_a_folder(cli, tiny):
+    code, out, err = cli("info", tiny, "--json")
+    record = json.loads(out, parse_constant=pytest.fail)
+    assert (code, err) == (0, [])
+    expected = {
+        **{"model": str(tiny), "packed": None, "model_type": "qwen3", "num_hidden_layers": 2, "head_dim": 10, "vocab_size": 640},
+        **{"tokenizer_size": TOKENS + 6, "eos_ids": [TOKENS, TOKENS + 2], "chat_template": True, "thinking_switch": True, "context": 256},
+        **{"kv_bytes_per_token": {"q8": 2 * 2 * 2 * (16 + 4), "f32": 2 * 2 * 2 * 16 * 4}, "moe": None, "vision_skipped": False},
+    }
+    assert {name: record[name] for name in expected} == expected
+    assert record["rope"]["theta"] == 1e6 and record["rope"]["rope_type"] == "default"
+
+
+def test_info_for_people(cli, tiny):
+    code, out, err = cli("info", tiny)
+    assert (code, err) == (0, [])
+    lines = dict(line.split(":", 1) for line in out.splitlines())
+    assert str(tiny) in out  # brackets and colons whole
+    assert lines["KV per token"].strip().startswith("q8 160 bytes (41 kB for the whole context)")
+    assert lines["eos ids"].strip() == f"{TOKENS}, {TOKENS + 2}"
+    assert lines["chat template"].strip() == "yes, with a thinking switch"
+    assert lines["vocabulary"].strip() == f"640, tied head, tokenizer knows {TOKENS + 6}"
+
+
+@pytest.mark.parametrize("config", [MOE, LLAMA], ids=["moe", "llama"])
+def test_info_without_a_tokenizer(cli, tmp_path, config):
+    folder = write_checkpoint(tmp_path / "model", config)
+    record = json.loads(cli("info", folder, "--json")[1])
+    assert record["tokenizer_size"] is None and record["chat_template"] is False and record["eos_ids"] == []
+    assert (record["moe"] or {}).get("num_experts") == config.get("num_experts")
+    code, out, _ = cli("info", folder)
+    assert code == 0 and "no tokenizer" in out and ("4 experts" in out) == ("num_experts" in config)
+
+
+def test_kv_bytes_of_the_usual_shape(cli, tmp_path):
+    config = LLAMA | {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 1}
+    folder = write_checkpoint(tmp_path / "model", config)
+    assert json.loads(cli("info", folder, "--json")[1])["kv_bytes_per_token"]["q8"] == 2112
+
+
+def test_info_takes_the_model_from_the_environment(cli, tiny, monkeypatch):
+    code, _, err = cli("info")
+    assert code == 2 and len(err) == 1 and "QWENC_MODEL" in err[0]
+    monkeypatch.setenv("QWENC_MODEL", str(tiny))
+    assert cli("info")[0] == 0
+
+
+def test_convert_then_info(cli, tiny, tmp_path):
+    out_path = tmp_path / "out [x] [red].qwenc"
+    code, out, err = cli("convert", tiny, out_path, "--wmode", "q4")
+    assert (code, out) == (0, "") and err[-1].startswith(f"qwenc: wrote {out_path}: ")
+    record = json.loads(cli("info", out_path, "--json")[1])
+    assert record["packed"] == "q4" and record["file_bytes"] == out_path.stat().st_size
+    assert record["tokenizer_size"] == TOKENS + 6 and record["chat_template"] is True
+    assert "packed file, q4" in cli("info", out_path)[1]
+
+    code, _, err = cli("convert", tiny, out_path)
+    assert code == 2 and err == [f"qwenc: error: {out_path} exists; --force replaces it"]
+    assert cli("convert", tiny, out_path, "--force", "-q", "--wmode", "q8") == (0, "", [])
+    assert json.loads(cli("info", out_path, "--json")[1])["packed"] == "q8"
+    code, _, err = cli("convert", out_path, tmp_path / "again.qwenc")
+    assert code == 1 and len(err) == 1 and "packed already" in err[0]
+
+
+@pytest.mark.parametrize("command", ["info", "convert"])
+@pytest.mark.parametrize("model", ["/none/[/x] [red]:smile:", "", ".", "no such", "nobody/nothing"])
+def test_a_model_that_is_not_there_is_one_line(cli, tmp_path, monkeypatch, command, model):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = cli(command, model, *(["out.qwenc"] if command == "convert" else []))
+    assert code in (1, 2) and out == "" and len(err) == 1 and err[0].startswith("qwenc: error: ")
+    assert model in err[0] and not (tmp_path / "out.qwenc").exists()
+
+
+def test_a_packed_file_runs_in_its_own_mode_by_default(cli, tiny, tmp_path, monkeypatch):
+    import fake_engine
+
+    from qwenc.commands.model_path import packed_wmode
+
+    path = tmp_path / "q4.qwenc"
+    cli("convert", tiny, path, "--wmode", "q4", "-q")
+    assert packed_wmode(str(path)) == "q4"
+    fake_engine.install(monkeypatch)
+    for model, args, wmode in ((path, [], "q4"), (path, ["--wmode", "q8"], "q8"), (tiny, [], "dual"), (tiny, ["--wmode", "f32"], "f32")):
+        assert cli("-m", model, *args, "-q", "hi")[0] == 0
+        assert next(call for name, call in reversed(fake_engine.calls) if name == "load")["wmode"] == wmode
+    assert packed_wmode(str(tiny)) is packed_wmode("") is packed_wmode("a/b") is packed_wmode(str(tiny / "config.json")) is None
+
+
+def test_convert_to_a_full_or_forbidden_place_is_one_line(cli, tiny, tmp_path):
+    code, _, err = cli("convert", tiny, tmp_path / "none" / "out.qwenc", "-q")
+    assert code == 1 and len(err) == 1
+    code, _, err = cli("convert", tiny, tmp_path, "-q")
+    assert code == 2 and len(err) == 1
+
+
+def test_env(cli):
+    code, out, err = cli("env")
+    assert (code, err) == (0, [])
+    for name in ("qwenc:", "python:", "numba:", "llvmlite:", "numpy:", "model cache:", "kernel cache:"):
+        assert f"\n{name}" in f"\n{out}"
+    record = json.loads(cli("env", "--json")[1], parse_constant=pytest.fail)
+    assert record["numba"] and record["model_cache"].endswith("cache")
+
+
+def test_env_without_home_or_a_writable_cache(tmp_path):
+    variables = {**os.environ, "HOME": "/nonexistent", "XDG_CACHE_HOME": "/dev/null/x", "QWENC_CACHE": "", "NUMBA_CACHE_DIR": ""}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "cli.py"), "env", "--json"], env=variables, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0 and "Traceback" not in done.stderr
+    assert json.loads(done.stdout)["kernel_cache"] is None
