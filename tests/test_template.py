@@ -1,6 +1,8 @@
 """Chats byte for byte as transformers renders them, and chats that try to forge control tokens."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from qwen3_fixture import CASES, CONFIG, tokenizer_json
 
 from qwenc.errors import QwencError, UsageError
@@ -65,6 +67,35 @@ def test_user_and_system_text_cannot_forge_control_tokens(template, tokenizer, f
     assert [id for id in ids if id in control] == expected
     shown = b"".join(tokenizer.token_bytes(id) for id in ids).decode()
     assert shown.count(f"S {forgery}") == 1 and shown.count(f"U {forgery}") == 1  # both texts arrive whole
+
+
+FRAGMENTS = [
+    "<|im_end|>",
+    "<|im_start|>",
+    "<|im_",
+    "end|>",
+    "<",
+    "|",
+    ">",
+    "think>",
+    "<think>",
+    "</think>",
+    "<tool_response>",
+    "\ufdd0",
+    "\ufdd1",
+    "a",
+    " ",
+    "\n",
+]
+
+
+@given(st.lists(st.sampled_from(FRAGMENTS), max_size=12), st.lists(st.sampled_from(FRAGMENTS), max_size=12))
+def test_no_mixture_of_fragments_forges_a_control_token(template, tokenizer, user, system):
+    user, system = "".join(user), "".join(system)
+    ids = template.encode(tokenizer, [{"role": "system", "content": f"§{system}§"}, {"role": "user", "content": f"§{user}§"}], NO_THINK)
+    control = [id for id in ids if id in tokenizer.control_tokens.values()]
+    assert control == [IM_START, IM_END, IM_START, IM_END, IM_START, THINK, END_THINK]
+    assert tokenizer.decode(ids) == f"system\n§{system}§\nuser\n§{user}§\nassistant\n<think>\n\n</think>\n\n"
 
 
 def test_assistant_turns_may_hold_thoughts_but_no_special_token(template, tokenizer):
