@@ -19,25 +19,37 @@ def load_packed(model: str | Path, settings: Settings, reporter: Reporter = SILE
 
 
 def resolve(model: str | Path, settings: Settings, reporter: Reporter = SILENT) -> Path:
-    """The packed file that serves `model` in settings.wmode; an unpacked checkpoint is converted once.
+    """The packed file that serves `model` in settings.wmode; an unpacked checkpoint is converted once. Raises QwencError."""
+    path = find(model, settings.offline, reporter)
+    if path.is_file():
+        return _packed_file(path, settings.wmode)
+    return cached_conversion(path, _label(str(model), path), settings.wmode, reporter)
 
-    `model`: a packed file, a checkpoint folder, or a Hub id owner/name[@revision]. An existing path wins over a Hub id. Raises QwencError.
+
+def find(model: str | Path, offline: bool, reporter: Reporter = SILENT) -> Path:
+    """The file or the checkpoint folder that `model` names; a Hub id owner/name[@revision] is downloaded first. Raises QwencError.
+
+    An existing path wins over a Hub id.
     """
     text = str(model)
     if not text.strip():
         raise UsageError("no model given: a packed file, a checkpoint folder or a Hub id (owner/name)")
     path = Path(text).expanduser() if text.startswith("~") else Path(text)
     try:
-        if path.is_dir():
-            return cached_conversion(path, path.resolve().name, settings.wmode, reporter)
+        if path.is_dir() or path.is_file():
+            return path
         if path.exists():
-            return _packed_file(path, settings.wmode)
+            raise QwencError(f"{path}: is neither a file nor a folder")
     except OSError as error:
-        raise QwencError(f"{path}: cannot be read: {error.strerror}") from None
+        raise QwencError(f"{text[:200]}: cannot be read: {error.strerror}") from None
     if HUB_ID.fullmatch(text):
-        folder = download(text, settings.offline, reporter)
-        return cached_conversion(folder, text, settings.wmode, reporter)
+        return download(text, offline, reporter)
     raise QwencError(f"{text}: no such file or folder, and not a Hugging Face Hub id (owner/name)")
+
+
+def _label(model: str, folder: Path) -> str:
+    """A name for the conversion: the Hub id, else the folder's own name."""
+    return model if HUB_ID.fullmatch(model) and not Path(model).exists() else folder.resolve().name
 
 
 def _packed_file(path: Path, wmode: str) -> Path:
