@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import huggingface_hub.constants
@@ -13,7 +14,7 @@ import huggingface_hub.utils
 import pytest
 from checkpoints import DENSE, Notes, weights, write_checkpoint, write_safetensors
 
-from qwenc.checkpoint import hub, model_cache
+from qwenc.checkpoint import hub, locate, model_cache
 from qwenc.checkpoint.convert import convert
 from qwenc.checkpoint.locate import load_packed, resolve
 from qwenc.checkpoint.packed import open_packed
@@ -90,7 +91,7 @@ def test_home_folder(model, tmp_path, monkeypatch):
 
 def test_an_existing_path_wins_over_a_hub_id(tmp_path, monkeypatch):
     write_checkpoint(tmp_path / "work/Org/Name")
-    monkeypatch.setattr(hub, "_snapshot", lambda *args, **more: pytest.fail("asked the Hub"))
+    monkeypatch.setattr(locate, "download", lambda *args: pytest.fail("asked the Hub"))
     assert resolve("Org/Name", Q4).exists()
 
 
@@ -274,7 +275,7 @@ def hub_error(name):
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_hub_errors_are_one_line(hf_cache, monkeypatch, error, words):
-    def fail(**request):
+    def fail(*args, **more):
         raise hub_error(error) if isinstance(error, str) else error
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
@@ -290,28 +291,37 @@ def test_an_unreachable_hub_for_real(hf_cache, monkeypatch):
 
 
 class FakeHub:
-    """Stands in for snapshot_download: copies from `source` what the patterns let through, and remembers them."""
+    """Stands in for the Hub library: copies from `source` what is asked for, and remembers it."""
 
-    def __init__(self, folder, source):
-        self.folder, self.source, self.calls = folder, source, []
-        self.blobs = folder.parent.parent / "blobs"
+    def __init__(self, cache, source, monkeypatch):
+        self.folder, self.source, self.calls = cache / "hub/models--Org--Tiny/snapshots" / COMMIT, source, []
+        self.blobs = self.folder.parent.parent / "blobs"
+        self.blobs.mkdir(parents=True)
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", self.snapshot)
+        monkeypatch.setattr(huggingface_hub, "hf_hub_download", self.file)
+        monkeypatch.setattr(hub, "_hub_bytes", lambda repo, revision, names: sum((source / name).stat().st_size for name in names))
+        monkeypatch.setattr(hub, "_POLL_SECONDS", 0.01)
 
-    def __call__(self, repo_id, revision=None, allow_patterns=None, ignore_patterns=None, local_files_only=False):
-        from huggingface_hub.utils import filter_repo_objects
-
-        self.calls.append((repo_id, revision, tuple(allow_patterns or ())))
-        assert huggingface_hub.utils.are_progress_bars_disabled()
+    def snapshot(self, repo, revision=None, allow_patterns=None, ignore_patterns=None):
         names = [str(path.relative_to(self.source)) for path in self.source.rglob("*") if path.is_file()]
-        for name in filter_repo_objects(names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns):
-            target = self.folder / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            self.blobs.mkdir(parents=True, exist_ok=True)
-            if name.endswith(".safetensors"):
-                time.sleep(0.05)
-            (self.blobs / name).write_bytes((self.source / name).read_bytes())
-            target.unlink(missing_ok=True)
-            target.symlink_to(self.blobs / name)
+        for name in huggingface_hub.utils.filter_repo_objects(names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns):
+            self.copy(name)
+        self.calls.append((repo, revision))
         return str(self.folder)
+
+    def file(self, repo, name, revision=None):
+        assert huggingface_hub.utils.are_progress_bars_disabled()
+        time.sleep(0.05)
+        if not (self.source / name).exists():
+            raise hub_error("EntryNotFoundError")
+        self.copy(name)
+        self.calls.append((repo, revision))
+
+    def copy(self, name):
+        (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (self.blobs / name).write_bytes((self.source / name).read_bytes())
+        (self.folder / name).unlink(missing_ok=True)
+        (self.folder / name).symlink_to(self.blobs / name)
 
 
 def test_only_needed_files_are_downloaded(hf_cache, tmp_path, monkeypatch):
@@ -326,51 +336,46 @@ def test_only_needed_files_are_downloaded(hf_cache, tmp_path, monkeypatch):
     ):
         (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_text("{}")
-    snapshot = hf_cache / "hub/models--Org--Tiny/snapshots/abc"
-    fake, notes = FakeHub(snapshot, source), Notes()
-    sizes = {path.name: path.stat().st_size for path in source.glob("model-*.safetensors")}
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
-    monkeypatch.setattr(hub, "_missing_bytes", lambda *args: sum(sizes.values()))
-    monkeypatch.setattr(hub, "_POLL_SECONDS", 0.01)
-    resolve("Org/Tiny@v1", Q4, notes)
-    fetched = sorted(str(path.relative_to(snapshot)) for path in snapshot.rglob("*") if path.is_symlink())
-    assert fetched == ["chat_template.jinja", "config.json", *sorted(sizes), "model.safetensors.index.json"]
-    assert {call[:2] for call in fake.calls} == {("Org/Tiny", "v1")} and len(fake.calls) == 2
+    fake, notes = FakeHub(hf_cache, source, monkeypatch), Notes()
+    shards = sorted(path.name for path in source.glob("model-*.safetensors"))
+    size = sum((source / name).stat().st_size for name in shards)
+    path = resolve("Org/Tiny@v1", Q4, notes)
+    assert path.name.startswith("Org--Tiny--v1-q4-")
+    fetched = sorted(str(path.relative_to(fake.folder)) for path in fake.folder.rglob("*") if path.is_symlink())
+    assert fetched == ["chat_template.jinja", "config.json", *shards, "model.safetensors.index.json"]
+    assert fake.calls == [("Org/Tiny", "v1"), ("Org/Tiny", COMMIT), ("Org/Tiny", COMMIT)]
     download = [step for step in notes.steps if step[0] == "download"]
-    assert download[-1] == ("download", sum(sizes.values()), sum(sizes.values()), "B") and len(download) > 1
+    assert download[-1] == ("download", size, size, "B") and len(download) > 1 and all(step[1] < size for step in download[:-1])
     assert [step[1] for step in download] == sorted(step[1] for step in download)
     assert any(note.startswith("downloading Org/Tiny@v1: ") for note in notes.notes)
     assert not huggingface_hub.utils.are_progress_bars_disabled()  # as it was before
 
     again = Notes()
-    resolve("Org/Tiny@v1", Q4, again)
-    assert len(fake.calls) == 3 and not again.steps  # the weights are there: only the small files are checked
+    assert resolve("Org/Tiny@v1", Q4, again) == path
+    assert len(fake.calls) == 4 and not again.steps and not again.notes  # only the small files are checked
 
 
-def test_a_failed_download_is_told_from_the_thread(hf_cache, tmp_path, monkeypatch):
-    fake = FakeHub(hf_cache / "hub/models--Org--Tiny/snapshots/abc", write_checkpoint(tmp_path / "remote"))
+def test_failures_in_the_download_thread(hf_cache, tmp_path, monkeypatch):
+    source = write_checkpoint(tmp_path / "remote")
+    FakeHub(hf_cache, source, monkeypatch)
+    (source / "model.safetensors").rename(source / "pytorch_model.bin")
+    monkeypatch.setattr(hub, "_hub_bytes", lambda *args: 0)
+    refused("Org/Tiny", Q4, "Org/Tiny: its safetensors weights are not")
 
-    def fail(**request):
-        if "model.safetensors" in request["allow_patterns"]:
-            raise OSError(28, "No space left on device")
-        return fake(**request)
+    def full(*args, **more):
+        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", full)
     refused("Org/Tiny", Q4, "disk is full")
 
 
-def test_missing_bytes_asks_the_hub(tmp_path, monkeypatch):
+def test_hub_bytes(monkeypatch):
     class Api:
         def model_info(self, repo, revision, files_metadata):
-            file = type("File", (), {})
-            files = []
-            for name, size in (("a.safetensors", 7), ("b.safetensors", 5), ("config.json", 3)):
-                files.append(file())
-                files[-1].rfilename, files[-1].size = name, size
-            return type("Info", (), {"siblings": files})
+            sizes = {"a.safetensors": 7, "b.safetensors": 5, "config.json": None}
+            return SimpleNamespace(siblings=[SimpleNamespace(rfilename=name, size=size) for name, size in sizes.items()])
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Api)
-    (tmp_path / "a.safetensors").touch()
-    assert hub._missing_bytes({"repo_id": "a/b", "revision": None}, tmp_path, ["a.safetensors", "b.safetensors"]) == 5
+    assert hub._hub_bytes("a/b", COMMIT, ["b.safetensors", "config.json", "c.safetensors"]) == 5
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: 1 / 0)
-    assert hub._missing_bytes({"repo_id": "a/b", "revision": None}, tmp_path, ["b.safetensors"]) == 0
+    assert hub._hub_bytes("a/b", COMMIT, ["b.safetensors"]) == 0

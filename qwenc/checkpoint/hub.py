@@ -9,7 +9,6 @@ import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from qwenc.checkpoint.packed_writer import show_bytes
 from qwenc.checkpoint.shards import INDEX, SINGLE
@@ -24,19 +23,19 @@ _POLL_SECONDS = 0.2
 
 def download(hub_id: str, offline: bool, reporter: Reporter) -> Path:
     """The folder of a snapshot of `owner/name[@revision]`. offline, or HF_HUB_OFFLINE: from the local cache only. Raises QwencError."""
-    from huggingface_hub import constants  # takes a while to import
+    from huggingface_hub import constants, snapshot_download  # take a while to import
 
     repo, _, revision = hub_id.partition("@")
-    request: dict[str, Any] = {"repo_id": repo, "revision": revision or None}
-    if offline or constants.HF_HUB_OFFLINE:
-        return _snapshot(hub_id, local_files_only=True, **request)
-    with _quiet():
-        folder = _snapshot(hub_id, allow_patterns=_SMALL_FILES, ignore_patterns=_SUBFOLDERS, **request)
-        weights = _weight_files(folder)
-        if all((folder / name).exists() for name in weights):
-            return folder
-        fetch = {**request, "allow_patterns": weights, "ignore_patterns": _SUBFOLDERS}
-        return _snapshot_with_progress(hub_id, fetch, folder, weights, reporter)
+    offline = offline or constants.HF_HUB_OFFLINE
+    with _quiet(), _one_line_errors(hub_id, offline):
+        if offline:
+            return Path(snapshot_download(repo, revision=revision or None, local_files_only=True))
+        small = snapshot_download(repo, revision=revision or None, allow_patterns=_SMALL_FILES, ignore_patterns=_SUBFOLDERS)
+        folder = Path(small)
+        missing = [name for name in _weight_files(folder) if not (folder / name).exists()]
+        if missing:
+            _fetch(hub_id, repo, folder, missing, reporter)
+        return folder
 
 
 def _weight_files(folder: Path) -> list[str]:
@@ -47,39 +46,47 @@ def _weight_files(folder: Path) -> list[str]:
         return [SINGLE]
 
 
-def _snapshot_with_progress(hub_id: str, fetch: dict[str, Any], folder: Path, weights: list[str], reporter: Reporter) -> Path:
-    """Downloads in a thread, and meanwhile tells the reporter, from this one, how much has arrived on disk."""
-    total = _missing_bytes(fetch, folder, weights)
-    blobs = folder.parent.parent / "blobs"
-    before = _folder_bytes(blobs)
-    result: list[Path | BaseException] = []
+def _fetch(hub_id: str, repo: str, folder: Path, names: list[str], reporter: Reporter) -> None:
+    """Downloads `names` into the snapshot `folder`, whose name is the commit, and meanwhile tells how much has arrived on disk.
+
+    One file after the other in a daemon thread: Ctrl-C then ends the process at once, where a thread pool would be waited for.
+    """
+    from huggingface_hub import hf_hub_download
+
+    failures: list[BaseException] = []
 
     def run() -> None:
         try:
-            result.append(_snapshot(hub_id, **fetch))
+            for name in names:
+                hf_hub_download(repo, name, revision=folder.name)
         except BaseException as error:
-            result.append(error)
+            failures.append(error)
 
+    total = _hub_bytes(repo, folder.name, names)
     reporter.note(f"downloading {hub_id}" + (f": {show_bytes(total)}" if total else ""))
-    thread = threading.Thread(target=run, daemon=True)  # daemon: Ctrl-C must not wait for the network
+    blobs = folder.parent.parent / "blobs"
+    before = _folder_bytes(blobs)
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     while thread.is_alive():
         thread.join(_POLL_SECONDS)
         if total and thread.is_alive():
-            reporter.progress("download", min(_folder_bytes(blobs) - before, total), total, "B")
-    if isinstance(result[0], BaseException):
-        raise result[0]
+            reporter.progress("download", max(0, min(_folder_bytes(blobs) - before, total - 1)), total, "B")
+    if failures:
+        raise failures[0]
     if total:
         reporter.progress("download", total, total, "B")
-    return result[0]
 
 
-def _snapshot(hub_id: str, **request: Any) -> Path:
-    """snapshot_download with its exceptions turned into one line each."""
-    from huggingface_hub import snapshot_download, utils
+@contextlib.contextmanager
+def _one_line_errors(hub_id: str, offline: bool) -> Iterator[None]:
+    """Turns what the Hub library raises into a QwencError."""
+    from huggingface_hub import utils
 
     try:
-        return Path(snapshot_download(**request))
+        yield
+    except QwencError:
+        raise
     except utils.GatedRepoError:
         raise QwencError(f"{hub_id}: access is gated; accept its terms on huggingface.co and log in (`hf auth login`)") from None
     except utils.RepositoryNotFoundError:
@@ -89,9 +96,11 @@ def _snapshot(hub_id: str, **request: Any) -> Path:
     except utils.HFValidationError:
         raise QwencError(f"{hub_id}: neither a local path nor a valid Hugging Face Hub id (owner/name)") from None
     except utils.LocalEntryNotFoundError:
-        if request.get("local_files_only"):
+        if offline:
             raise QwencError(f"{hub_id}: not in the local Hugging Face cache, and offline mode forbids a download") from None
         raise _unreachable(hub_id, "") from None
+    except utils.EntryNotFoundError:
+        raise QwencError(f"{hub_id}: its safetensors weights are not (all) on the Hugging Face Hub") from None
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise QwencError(f"{hub_id}: the disk is full") from None
@@ -110,16 +119,16 @@ def _unreachable(hub_id: str, reason: str) -> QwencError:
     return QwencError(f"{hub_id}: the Hugging Face Hub cannot be reached{detail}; give a local folder, or --offline for a cached model")
 
 
-def _missing_bytes(fetch: dict[str, Any], folder: Path, weights: list[str]) -> int:
-    """Bytes still to fetch, 0 when the Hub does not tell."""
+def _hub_bytes(repo: str, revision: str, names: list[str]) -> int:
+    """The size of these files on the Hub, 0 when it does not tell."""
     from huggingface_hub import HfApi
 
     try:
-        info = HfApi().model_info(fetch["repo_id"], revision=fetch["revision"], files_metadata=True)
+        info = HfApi().model_info(repo, revision=revision, files_metadata=True)
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
     except Exception:  # only the progress display depends on it
         return 0
-    return sum(sizes.get(name, 0) for name in weights if not (folder / name).exists())
+    return sum(sizes.get(name, 0) for name in names)
 
 
 def _folder_bytes(folder: Path) -> int:

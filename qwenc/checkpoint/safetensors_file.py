@@ -20,6 +20,7 @@ from qwenc.errors import QwencError
 WEIGHT_DTYPES = {"BF16": 2, "F16": 2, "F32": 4}
 ITEM_BYTES = {**WEIGHT_DTYPES, "F64": 8, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors package
+_READ_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,13 +163,13 @@ def _counts(value: object) -> tuple[int, ...] | None:
 
 def _pread_exactly(fd: int, out: np.ndarray, offset: int, path: Path) -> None:
     """Fills `out` (uint8) from `offset`."""
-    view = out.data
     done = 0
-    while done < len(view):
+    while done < len(out):
         try:
-            got = os.preadv(fd, [view[done : done + (1 << 30)]], offset + done)
+            got = os.pread(fd, min(len(out) - done, _READ_BYTES), offset + done)
         except OSError as error:
             raise QwencError(f"{path}: cannot be read: {error.strerror}") from None
-        if got == 0:
+        if not got:
             raise QwencError(f"{path}: became shorter while it was read")
-        done += got
+        out[done : done + len(got)] = np.frombuffer(got, np.uint8)
+        done += len(got)
