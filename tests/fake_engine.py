@@ -64,6 +64,7 @@ class FakeEngine:
 
     def generate(self, prompt, **settings):
         calls.append(("generate", settings))
+        self.timings = Timings(0.5, 0.0, PrefillTiming(len(prompt), 100.0, 10, 10, 20, 10, 30), DecodeTiming())
         pieces = self.script.get("pieces", ["Hel", "", "lo", " wörld"])[: settings["max_tokens"]] * self.script.get("repeat", 1)
         pieces = [piece * self.script.get("repeat_text", 1) for piece in pieces]
         for place, piece in enumerate(pieces):
@@ -72,8 +73,8 @@ class FakeEngine:
                 raise FAILURES[self.script["failure"]]()
             timing = TokenTiming(len(prompt) + place + 1, {"qkv": 1.0}, 2.0) if settings["dec_prof"] else None
             yield Step(100 + place, piece, -0.5, token_timing=timing)
-        timings = Timings(0.5, 0.0, PrefillTiming(len(prompt), 100.0, 10, 10, 20, 10, 30), DecodeTiming(len(pieces), 200.0, 150, 30))
-        yield Step(None, self.script.get("rest", ""), None, "length", timings, (len(prompt), len(pieces)))
+            self.timings.decode = DecodeTiming(place + 1, 50.0 * (place + 1), 40.0 * (place + 1), 5.0 * (place + 1))
+        yield Step(None, self.script.get("rest", ""), None, "length", self.timings, (len(prompt), len(pieces)))
 
 
 def load(model, *, reporter, **settings):

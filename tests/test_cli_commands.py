@@ -42,7 +42,7 @@ def test_info_of_a_folder(cli, tiny):
     assert (code, err) == (0, [])
     expected = {
         **{"model": str(tiny), "packed": None, "model_type": "qwen3", "num_hidden_layers": 2, "head_dim": 10, "vocab_size": 640},
-        **{"tokenizer_size": TOKENS + 6, "eos_ids": [TOKENS, TOKENS + 2], "chat_template": True, "thinking_switch": True, "context": 256},
+        **{"tokenizer_size": TOKENS + 6, "eos_ids": [TOKENS, TOKENS + 2], "chat_template": True, "thinking_switch": True, "context": 4096},
         **{"kv_bytes_per_token": {"q8": 2 * 2 * 2 * (16 + 4), "f32": 2 * 2 * 2 * 16 * 4}, "moe": None, "vision_skipped": False},
     }
     assert {name: record[name] for name in expected} == expected
@@ -54,7 +54,7 @@ def test_info_for_people(cli, tiny):
     assert (code, err) == (0, [])
     lines = dict(line.split(":", 1) for line in out.splitlines())
     assert str(tiny) in out  # brackets and colons whole
-    assert lines["KV per token"].strip().startswith("q8 160 bytes (41 kB for the whole context)")
+    assert lines["KV per token"].strip().startswith("q8 160 bytes (655 kB for the whole context)")
     assert lines["eos ids"].strip() == f"{TOKENS}, {TOKENS + 2}"
     assert lines["chat template"].strip() == "yes, with a thinking switch"
     assert lines["vocabulary"].strip() == f"640, tied head, tokenizer knows {TOKENS + 6}"

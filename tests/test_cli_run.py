@@ -342,7 +342,8 @@ def test_debug_shows_the_traceback_and_keeps_the_code(cli):
 def test_interrupt_keeps_the_text_and_prints_the_summary(cli, args):
     code, out, err = cli("-m", "M", *args, "hi", script={"failure": "interrupt", "fail_at": 3})
     assert (code, out) == (130, "Hello")
-    assert err[-1].endswith("[interrupt]") and "prefill 2 tok" in err[-1] and "decode 3 tok" in err[-1]
+    assert [line.split()[0] for line in err[-4:-1]] == TIMING_LINES
+    assert err[-1].endswith("[interrupt]") and "prefill 2 tok (20.0 tok/s), decode 3 tok (20.0 tok/s)" in err[-1]
     assert ("close", None) in fake_engine.calls
 
 

@@ -9,7 +9,7 @@ CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 UNSPECIAL = ["<think>", "</think>", "<tool_response>"]
 TOKENS = 600
 PADDED = 640  # rows of the model: the last ones mean nothing
-TINY = DENSE | {"vocab_size": PADDED, "max_position_embeddings": 256, "eos_token_id": TOKENS + 2}
+TINY = DENSE | {"vocab_size": PADDED, "max_position_embeddings": 4096, "eos_token_id": TOKENS + 2}
 
 
 def tokenizer_json() -> str:

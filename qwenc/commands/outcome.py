@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -15,16 +14,13 @@ from qwenc.timing import Timings
 
 @dataclass(slots=True)
 class Outcome:
-    """Filled while a run goes on. finish_reason: "stop", "length" or "interrupt". timings: None until the engine has told them."""
+    """Filled while a run goes on. finish_reason: "stop", "length" or "interrupt". timings: of the engine, at the end."""
 
     prompt_tokens: int = 0
     ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     finish_reason: str = "interrupt"
     timings: Timings | None = None
-    started: float = field(default_factory=time.perf_counter)
-    first_token: float | None = None
-    last_token: float | None = None
 
     @property
     def text(self) -> str:
@@ -34,8 +30,6 @@ class Outcome:
         """Takes one record of Engine.generate."""
         if step.id is not None:
             self.ids.append(step.id)
-            self.last_token = time.perf_counter()
-            self.first_token = self.first_token or self.last_token
         if step.text:
             self.texts.append(step.text)
         if step.finish_reason is not None:
@@ -44,13 +38,11 @@ class Outcome:
                 self.prompt_tokens = step.usage[0]
 
     def rates(self) -> tuple[float | None, float | None]:
-        """Tokens per second of prefill and of decode, by the engine's clock, else by ours; None where nothing was computed."""
-        if self.timings is not None:
-            prefill, decode = self.timings.prefill, self.timings.decode
-            return _rate(prefill.n, prefill.total_ms / 1e3), _rate(decode.n, decode.total_ms / 1e3)
-        if self.first_token is None or self.last_token is None:
+        """Tokens per second of prefill and of decode; None where nothing was computed."""
+        if self.timings is None:
             return None, None
-        return _rate(self.prompt_tokens, self.first_token - self.started), _rate(len(self.ids) - 1, self.last_token - self.first_token)
+        prefill, decode = self.timings.prefill, self.timings.decode
+        return _rate(prefill.n, prefill.total_ms / 1e3), _rate(decode.n, decode.total_ms / 1e3)
 
 
 def summary_line(outcome: Outcome, threads: int, cores: Sequence[int]) -> str:

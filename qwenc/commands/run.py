@@ -41,7 +41,6 @@ def run(ctx: click.Context, **_values: Any) -> None:
     color = wants_color(options.color, sys.stderr)
     reporter = ScreenReporter(options.quiet, options.verbose, color)
     import qwenc.engine
-
     from qwenc.sampling import SamplingParams
 
     sampling = SamplingParams(**options.sampling)
@@ -90,7 +89,7 @@ def _generate(engine: Any, options: RunOptions, sampling: Any, reporter: ScreenR
                 if step.token_timing is not None and options.dec_prof and not options.quiet:
                     say(step.token_timing.line())
     except KeyboardInterrupt:
-        outcome.finish_reason = "interrupt"
+        outcome.finish_reason, outcome.timings = "interrupt", engine.timings
     except Exception:
         if options.stream:
             _end_line(outcome.text)  # so that the error does not hang on the text

@@ -1,0 +1,177 @@
+"""The whole command on a tiny random checkpoint: real tokenizer, template, engine and kernels (f32 path)."""
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoints import write_checkpoint
+from tiny_model import PADDED, TOKENS, tokenizer_json, write_tiny_model
+
+from qwenc.commands.main import run_command
+from qwenc.text.tokenizer import Tokenizer
+
+ROOT = Path(__file__).resolve().parents[1]
+CLI = [sys.executable, str(ROOT / "cli.py")]
+QUICK = ["--kv", "f32", "-t", "1", "--no-pin"]
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    """The tiny model as one packed file: no use of the user's model cache, but of the kernel cache."""
+    folder = tmp_path_factory.mktemp("model")
+    write_tiny_model(folder / "tiny")
+    assert run_command(["convert", str(folder / "tiny"), str(folder / "tiny.qwenc"), "--wmode", "f32", "-q"]) == 0
+    return folder / "tiny.qwenc"
+
+
+@pytest.fixture
+def cli(monkeypatch, capfdbinary, packed):
+    for name in [name for name in os.environ if name.startswith(("QWENC_", "VLLM_", "NO_COLOR", "FORCE_COLOR")) and name != "QWENC_CACHE"]:
+        monkeypatch.delenv(name)
+
+    def call(*args, stdin=b""):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        code = run_command(["-m", str(packed), *QUICK, *map(str, args)])
+        out, err = capfdbinary.readouterr()
+        return code, out, err.decode().splitlines()
+
+    return call
+
+
+def answer(cli, *args) -> dict:
+    code, out, _ = cli("--json", "--ignore-eos", *args)
+    assert code == 0
+    return json.loads(out, parse_constant=pytest.fail)
+
+
+@pytest.fixture
+def whole(cli):
+    """60 greedy tokens after "hello"."""
+    return answer(cli, "-n", 60, "hello")
+
+
+def test_stream_json_and_no_stream_agree(cli, whole):
+    tokenizer = Tokenizer(tokenizer_json().encode())
+    assert len(whole["ids"]) == 60 and whole["finish_reason"] == "length"
+    assert whole["text"] == tokenizer.decode(whole["ids"])
+    for args in ([], ["--no-stream"]):
+        code, out, _ = cli("--ignore-eos", "-n", 60, *args, "hello")
+        assert (code, out.decode()) == (0, whole["text"])
+    assert cli("--ignore-eos", "-n", 60, stdin=b"hello")[1].decode() == whole["text"]
+
+
+SHARE = r"\d+\.\dms\( *\d+\.\d%\)"
+PARTS = f"GEMM={SHARE} ATTN={SHARE} OTHER={SHARE}"
+LINES = [
+    rf"\[PREFILL-TIMING\] n=\d+ total=\d+\.\dms \| {PARTS}",
+    rf"\[PREFILL-KERNELS\] QKV={SHARE} O={SHARE} GATEUP={SHARE} DOWN={SHARE}",
+    rf"\[DECODE-TIMING\] n=4 total=\d+\.\dms \(\d+\.\d\d ms/tok\) \| {PARTS}",
+    r"qwenc: load \S+ s, JIT \S+ s, prefill \d+ tok \(\S+ tok/s\), decode 5 tok \(\S+ tok/s\), peak RSS .*, 1 thread, .* \[length\]",
+]
+
+
+def test_timing_lines_have_the_shape_that_scripts_parse(cli):
+    err = cli("--ignore-eos", "-n", 5, "--dec-prof", "hello")[2]
+    singles = [line for line in err if line.startswith("[DEC-SINGLE]")]
+    number = r"\d+\.\d\d"
+    names = ("qkv", "attn", "o", "gu", "down", "lm", "nrm", "rope", "kv", "silu", "othloop", "other", "total")
+    fields = " ".join(f"{name}={number}" for name in names)
+    assert singles and all(re.fullmatch(rf"\[DEC-SINGLE\] seq=\d+ {fields}", line) for line in singles)
+    for line, shape in zip(err[-4:], LINES, strict=True):
+        assert re.fullmatch(shape, line), line
+    assert all(line.isprintable() for line in err)
+
+
+def test_a_stop_string_cuts_exactly_wherever_it_begins(cli, whole):
+    text = whole["text"]
+    clean = [start for start in range(1, len(text) - 3) if "\ufffd" not in text[start : start + 3]]
+    for start in clean[:: max(1, len(clean) // 4)]:
+        stop = text[start : start + 3]
+        got = answer(cli, "-n", 60, "--stop", "\x00never", "--stop", stop, "hello")
+        assert (got["text"], got["finish_reason"]) == (text[: text.index(stop)], "stop")
+
+
+def test_an_end_token_ends_and_is_not_printed(cli, packed, monkeypatch):
+    """Whichever token comes third is declared the end."""
+    third = answer(cli, "-n", 3, "hello")["ids"][2]
+    folder = write_checkpoint(packed.parent / "ends")
+    write_tiny_model(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [PADDED - 1, third]}))
+    assert run_command(["convert", str(folder), str(folder / "p.qwenc"), "--wmode", "f32", "-q"]) == 0
+    code, out, err = cli("-m", folder / "p.qwenc", "-v", "--json", "hello")
+    got = json.loads(out)
+    assert code == 0 and got["ids"][-1] == third and third not in got["ids"][:-1] and got["finish_reason"] == "stop"
+    assert any(f"{third}" in line and "ends at ids" in line for line in err)
+
+
+def test_seeds_repeat_and_a_hot_run_survives_the_padded_vocabulary(cli):
+    first, again, other = (answer(cli, "-n", 40, "--temp", 50, "--seed", seed, "hello") for seed in (1, 1, 2))
+    assert first["ids"] == again["ids"] != other["ids"]
+    assert max(first["ids"] + other["ids"]) < TOKENS + 6
+
+
+def test_greedy_by_any_name(cli, whole):
+    for args in (["--temp", "1e-9"], ["--temp", 1, "--top-k", 1], ["--temp", 1, "--top-p", 0], ["--temp", 1, "--min-p", 1]):
+        assert answer(cli, "-n", 60, *args, "hello")["ids"] == whole["ids"]
+    assert answer(cli, "-n", 60, "--repeat-penalty", 5, "hello")["ids"] != whole["ids"]
+
+
+def test_chat_raw_system_and_thinking_change_the_prompt(cli):
+    counts = {
+        name: answer(cli, "-n", 0, *args, "hello")["usage"]["prompt_tokens"]
+        for name, args in {"raw": ["--raw"], "chat": [], "no think": ["--no-think"], "system": ["-s", "x"]}.items()
+    }
+    assert counts["raw"] < counts["chat"] < counts["no think"] and counts["chat"] < counts["system"]
+
+
+def test_context_overflow_is_counted_first(cli):
+    length = answer(cli, "-n", 0, "--raw", "hello hello hello")["usage"]["prompt_tokens"]
+    for room in (0, 1, 2):
+        got = answer(cli, "-c", length + room, "--raw", "hello hello hello")
+        assert (got["usage"]["completion_tokens"], got["finish_reason"]) == (room, "length")
+    code, out, err = cli("-c", length - 1, "--raw", "hello hello hello")
+    assert (code, out, len(err)) == (2, b"", 1) and str(length) in err[0] and str(length - 1) in err[0]
+
+
+def test_small_batches_change_nothing(cli, whole):
+    assert answer(cli, "-n", 60, "--prefill-batch", 3, "hello")["ids"] == whole["ids"]
+
+
+def test_a_checkpoint_without_tokenizer_is_one_line(cli, tmp_path):
+    folder = write_checkpoint(tmp_path / "ids-only")
+    assert run_command(["convert", str(folder), str(tmp_path / "p.qwenc"), "--wmode", "f32", "-q"]) == 0
+    code, out, err = cli("-m", tmp_path / "p.qwenc", "hello")
+    assert (code, out) == (2, b"") and "no tokenizer" in err[-1]
+
+
+def test_a_model_that_is_not_there_is_one_line(cli):
+    code, out, err = cli("-m", "/none/[/x]", "hello")
+    assert (code, out, len(err)) == (1, b"", 1) and "/none/[/x]" in err[0]
+
+
+def process(packed, *args) -> subprocess.Popen:
+    return subprocess.Popen([*CLI, "-m", str(packed), *QUICK, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0)
+
+
+def test_ctrl_c_in_a_real_run(packed):
+    running = process(packed, "--ignore-eos", "-n", "3900", "hello")
+    first = running.stdout.read(1)
+    running.send_signal(signal.SIGINT)
+    out, err = running.communicate(timeout=60)
+    assert running.returncode == 130 and first and b"Traceback" not in err
+    assert err.decode().splitlines()[-1].endswith("[interrupt]") and b"[DECODE-TIMING]" in err
+    (first + out).decode()  # whole characters
+
+
+def test_a_closed_pipe_in_a_real_run(packed):
+    running = process(packed, "--ignore-eos", "-n", "3900", "hello")
+    running.stdout.read(1)
+    running.stdout.close()
+    err = running.stderr.read()
+    assert running.wait(60) == 0 and b"rror" not in err and b"[DECODE-TIMING]" not in err
