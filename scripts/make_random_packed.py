@@ -51,7 +51,7 @@ SHAPES = {
 }
 # Root mean square of uniform codes, so that scale = 1 / (rms * sqrt(K)) gives weights of standard deviation 1/sqrt(K).
 _CODE_RMS = {"q4": math.sqrt((16 * 16 - 1) / 12 + 0.25), "q8": math.sqrt((255 * 255 - 1) / 12)}
-_CHUNK_TILES = 4 << 20  # bytes of codes per write
+_CHUNK_BYTES = 4 << 20  # codes per write
 
 
 def main() -> int:
@@ -97,7 +97,7 @@ def _write_matrix(writer: PackedWriter, matrix: Matrix, fmt: str, rng: np.random
     scales = specs[f"{matrix.name}.{fmt}.scales"]
     scale = np.float16(1 / (_CODE_RMS[fmt] * math.sqrt(matrix.inputs))).view(np.uint16)
     tiles = math.prod(codes.shape[:-2])
-    step = max(1, _CHUNK_TILES // math.prod(codes.shape[-2:]))
+    step = max(1, _CHUNK_BYTES // math.prod(codes.shape[-2:]))
     lead = len(codes.shape) - 2
     for start in range(0, tiles, step):
         count = min(step, tiles - start)
