@@ -20,7 +20,8 @@ import make_random_packed  # noqa: E402
 
 
 @pytest.mark.parametrize(
-    "shape, wmode, gigabytes", [("0.6b", "q4", 0.336), ("2b", "q4", 0.97), ("2b", "dual", 2.80), ("8b", "q4", 4.61), ("30b-a3b", "q4", 17.2)]
+    "shape, wmode, gigabytes",
+    [("0.6b", "q4", 0.336), ("2b", "q4", 0.97), ("2b", "dual", 2.80), ("8b", "q4", 4.61), ("30b-a3b", "q4", 17.2)],
 )
 def test_sizes(shape, wmode, gigabytes):
     """4.5 bits and 8.5 bits per weight of the real shapes."""
