@@ -13,7 +13,8 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,9 +48,12 @@ class _ForgivingCache(caching.FunctionCache):
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
-            return super().load_overload(sig, target_context)
+            found = super().load_overload(sig, target_context)
         except Exception:  # a truncated pickle can raise anything; whatever it is, the cure is to compile
-            return None
+            found = None
+        if found is None:
+            _on_compile()
+        return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
         try:
@@ -62,9 +66,20 @@ class _ForgivingCache(caching.FunctionCache):
                 return
 
 
-def is_cold() -> bool:
-    """Whether the next kernel call will have to compile (nothing of this version is in the cache)."""
-    return CACHE_DIR is None or not any(CACHE_DIR.rglob("*.nbc"))
+_on_compile: Callable[[], None] = lambda: None  # noqa: E731
+
+
+@contextmanager
+def compiling(told: Callable[[], None]) -> Iterator[None]:
+    """While inside, `told` is called whenever a kernel is not in the cache and has to be compiled."""
+    global _on_compile
+    before, _on_compile = _on_compile, told
+    try:
+        if CACHE_DIR is None:
+            told()
+        yield
+    finally:
+        _on_compile = before
 
 
 def _fingerprint() -> str:

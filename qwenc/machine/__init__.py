@@ -1,0 +1,12 @@
+"""The machine: which CPUs, how many threads, which folders."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def describe(threads: int | None = None) -> dict[str, Any]:
+    """See qwenc.machine.describe.describe."""
+    from qwenc.machine.describe import describe as tell
+
+    return tell(threads)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import numba
 import numpy as np
 
 from qwenc.attention.cache import new_cache
 from qwenc.checkpoint.packed import Packed
 from qwenc.errors import QwencError, UsageError
+from qwenc.kernels.jit import compiling
 from qwenc.kernels.sync import STOP, new_sync
 from qwenc.machine.team import ThreadTeam
 from qwenc.model.decode import decode_phases, decode_step
@@ -17,6 +19,7 @@ from qwenc.model.prefill import prefill_phases, prefill_step
 from qwenc.model.records import TIMER_SLOTS, Buffers, Team, new_buffers
 from qwenc.model.rope import rope_inv_freq, rope_tables
 from qwenc.model.weights import make_shape, make_weights
+from qwenc.report import Reporter
 
 
 class Model:
@@ -79,6 +82,29 @@ class Sequence:
         self._run(lambda team: decode_step(team, weights, shape, self.cache, buffers, token, self.length, cos, sin))
         self.length += 1
         return self._checked(buffers.logits[0, : self.model.config.vocab_size])
+
+    def compile(self, reporter: Reporter, *, decode: bool = True) -> None:
+        """Compile both steps, or load them from the cache."""
+        team = Team(0, self.model.team.size, self._sync, self._claims, self.timer, self._health)
+        cos, sin = self.model.angles(0, 1)
+        shape, ids = self.model.shape, np.zeros(1, np.int64)
+        jobs = [(prefill_step, (team, self.model.prefill_weights, shape, self.cache, self._buffers_for(1, False), ids, 0, cos, sin, False))]
+        if decode:
+            jobs.append((decode_step, (team, self.model.decode_weights, shape, self.cache, self._decode_buffers, 0, 0, cos, sin)))
+        told: list[bool] = []
+
+        def tell() -> None:
+            if not told:
+                reporter.note("compiling the kernels for this CPU, once: about half a minute")
+                told.append(True)
+
+        with compiling(tell):
+            for done, (step, arguments) in enumerate(jobs):
+                if told:
+                    reporter.progress("compile", done, len(jobs), "steps")
+                step.compile(tuple(numba.typeof(argument) for argument in arguments))
+        if told:
+            reporter.progress("compile", len(jobs), len(jobs), "steps")
 
     def truncate(self, length: int) -> None:
         """Forget everything from position `length` on."""

@@ -1,0 +1,253 @@
+"""A model, loaded: the library's public face."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qwenc.checkpoint.locate import load_packed
+from qwenc.checkpoint.packed import Packed
+from qwenc.errors import QwencError, UsageError
+from qwenc.machine.cpus import choose_cpus
+from qwenc.report import SILENT, Reporter
+from qwenc.sampling import Sampler, SamplingParams
+from qwenc.settings import Settings
+from qwenc.text.prompt import encode_prompt, resolve_eos
+from qwenc.text.stream import StopStrings, TextOutput
+from qwenc.text.template import ChatTemplate, find_template
+from qwenc.text.tokenizer import Tokenizer
+from qwenc.timing import Timings, TokenTiming
+
+GREEDY = SamplingParams()
+
+
+@dataclass(slots=True)
+class Step:
+    """One generated token. text: the characters that are complete now (stop strings cut away); logprob: natural logarithm of the token's probability
+    before any sampling filter. The last record has finish_reason ("stop" or "length"), timings and usage; its id is None when no token came with it."""
+
+    id: int | None
+    text: str
+    logprob: float | None = None
+    finish_reason: str | None = None
+    timings: Timings | None = None
+    usage: tuple[int, int] | None = None
+    token_timing: TokenTiming | None = None
+
+
+def load(model: str | Path, *, reporter: Reporter = SILENT, **settings: Any) -> Engine:
+    """Open a packed file, a checkpoint folder (converted once into the cache) or a Hub id. `settings`: fields of qwenc.settings.Settings.
+
+    Raises QwencError for a model that cannot be found, read or held, UsageError for a setting out of range.
+    """
+    began = time.perf_counter()
+    checked = Settings.from_dict(settings)
+    packed = load_packed(model, checked, reporter)
+    return Engine(packed, checked, reporter, began)
+
+
+class Engine:
+    """A loaded model on its threads. Use it as a context manager, or call `close`. One call at a time."""
+
+    def __init__(self, packed: Packed, settings: Settings, reporter: Reporter = SILENT, began: float | None = None):
+        began = time.perf_counter() if began is None else began
+        self.packed, self.settings, self.reporter = packed, settings, reporter
+        self.config = packed.config
+        self.timings = Timings()  # of the generation that runs now or ran last
+        self._reading = _Later(lambda: _read_tokenizer(packed))  # in Rust, while this thread imports the compiler
+        choice = choose_cpus(settings.threads)
+        if choice.note:
+            reporter.note(choice.note)
+        self.threads, self.cores = choice.threads, list(choice.cores) if settings.pin else []
+
+        from qwenc.machine.team import ThreadTeam
+        from qwenc.model.forward import Model
+
+        self._team = ThreadTeam(choice.cores, pin=settings.pin)
+        self._model = Model(packed, settings.wmode, self._team)
+        self._compiled = False
+        self.tokenizer: Tokenizer | None = self._reading.result()
+        self.template: ChatTemplate | None = None
+        if self.tokenizer is not None:
+            self.template = find_template(packed.chat_template, packed.tokenizer_config)
+        self.eos_ids = resolve_eos(packed.generation_config, packed.config_json, self.tokenizer)
+        if self._team.pin_error:
+            reporter.note(self._team.pin_error)
+        self.load_s = time.perf_counter() - began
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self.template is not None
+
+    @property
+    def context_size(self) -> int:
+        """Most tokens of prompt and answer together."""
+        return self.settings.ctx_size or self.config.max_position_embeddings
+
+    def encode_prompt(
+        self,
+        text: str,
+        *,
+        raw: bool = False,
+        system: str | None = None,
+        think: bool | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Ids of a prompt: one chat turn if the model has a template and raw is False. Raises UsageError for an empty one."""
+        if self.tokenizer is None:
+            raise UsageError("this checkpoint has no tokenizer: give token ids instead of text")
+        return encode_prompt(
+            self.tokenizer, self.template, text, raw=raw, system=system, think=think, template_kwargs=template_kwargs
+        )
+
+    def session(self, capacity: int | None = None) -> Any:
+        """A context of up to `capacity` tokens (default: context_size) to drive by hand: prefill(ids), step(id)."""
+        from qwenc.session import Session
+
+        return Session(self._model, capacity or self.context_size, self.settings, self.reporter)
+
+    def logits(self, ids: Sequence[int]) -> np.ndarray:
+        """Teacher-forced logits float32 [n, vocab]: row i follows ids[i]. Raises UsageError for ids that the model does not have."""
+        checked = self._checked_ids(ids)
+        return self.session(len(checked)).logits(checked)
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_tokens: int = 256,
+        sampling: SamplingParams = GREEDY,
+        stop: Sequence[str] = (),
+        ignore_eos: bool = False,
+        raw: bool = False,
+        system: str | None = None,
+        think: bool | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        dec_prof: bool = False,
+    ) -> Iterator[Step]:
+        """Complete a prompt (text, or token ids as they are). Yields a Step per token; the last one tells why it ended and what it took.
+
+        Ends at an end-of-sequence id (unless ignore_eos), at a stop string, after max_tokens, or when the context is full.
+        Raises UsageError for an empty prompt or one longer than the context, QwencError for logits that are not finite.
+        """
+        if isinstance(prompt, str):
+            prompt = self.encode_prompt(prompt, raw=raw, system=system, think=think, template_kwargs=template_kwargs)
+        ids = self._checked_ids(prompt)
+        if stop and self.tokenizer is None:
+            raise UsageError("stop strings need a tokenizer, and this checkpoint has none")
+        if max_tokens < 0:
+            raise UsageError(f"max_tokens must be at least 0, not {max_tokens}")
+        if len(ids) > self.context_size:
+            raise UsageError(f"the prompt has {len(ids)} tokens, the context holds {self.context_size}")
+        StopStrings(stop)
+        return self._steps(ids, max_tokens, Sampler(sampling, self._vocab_limit), stop, ignore_eos, dec_prof)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._team.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+    # ---- inside ---------------------------------------------------------------------------------------------------------------
+    def _steps(
+        self, ids: list[int], max_tokens: int, sampler: Sampler, stop: Sequence[str], ignore_eos: bool, dec_prof: bool
+    ) -> Iterator[Step]:
+        room = min(max_tokens, self.context_size - len(ids))
+        session = self.session(len(ids) + room)
+        self.timings = timings = session.timings
+        timings.load_s = self.load_s
+        timings.compile_s = self._compile(session)
+        output = TextOutput(self.tokenizer, stop) if self.tokenizer else None
+        ends = frozenset() if ignore_eos else self.eos_ids
+        history = list(ids)
+        logits = session.prefill(ids)
+        for count in range(1, room + 1):
+            token = sampler.pick(logits, history)
+            history.append(token)
+            step = Step(token, "", log_probability(logits, token), token_timing=session.last if dec_prof else None)
+            if token in ends:
+                step.text, step.finish_reason = output.flush() if output else "", "stop"
+            else:
+                step.text, stopped = output.push(token) if output else ("", False)
+                if stopped:
+                    step.finish_reason = "stop"
+                elif count == room:
+                    step.text += output.flush() if output else ""
+                    step.finish_reason = "length"
+            if step.finish_reason:
+                step.timings, step.usage = timings, (len(ids), count)
+                yield step
+                return
+            yield step
+            logits = session.step(token)
+        yield Step(None, "", None, "length", timings, (len(ids), 0))
+
+    def _compile(self, session: Any) -> float:
+        """Seconds that compiling took, the first time."""
+        if self._compiled:
+            return 0.0
+        began = time.perf_counter()
+        session.compile()
+        self._compiled = True
+        return time.perf_counter() - began
+
+    @property
+    def _vocab_limit(self) -> int | None:
+        """Ids that may be sampled: the tokenizer's, where it is smaller than the (padded) vocabulary."""
+        return min(self.tokenizer.vocab_size, self.config.vocab_size) if self.tokenizer else None
+
+    def _checked_ids(self, ids: Sequence[int]) -> list[int]:
+        checked = [int(i) for i in ids]
+        if not checked:
+            raise UsageError("the prompt is empty")
+        for i in checked:
+            if not 0 <= i < self.config.vocab_size:
+                raise UsageError(f"token id {i} is not in the model's vocabulary of {self.config.vocab_size}")
+        return checked
+
+
+def log_probability(logits: np.ndarray, token: int) -> float:
+    """ln softmax(logits)[token]."""
+    from qwenc.kernels.reduce import log_sum_exp
+
+    return float(logits[token]) - float(log_sum_exp(logits))
+
+
+def _read_tokenizer(packed: Packed) -> Tokenizer | None:
+    data = packed.tokenizer_json
+    return None if data is None else Tokenizer(data, packed.tokenizer_config)
+
+
+class _Later:
+    """Runs a function in a thread of its own; `result` waits for it and passes its error on."""
+
+    def __init__(self, function: Any):
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(function,), daemon=True)
+        self._thread.start()
+
+    def _run(self, function: Any) -> None:
+        try:
+            self._value = function()
+        except BaseException as error:
+            self._error = error
+
+    def result(self) -> Any:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+__all__ = ["Engine", "QwencError", "Step", "load", "log_probability"]

@@ -1,0 +1,84 @@
+"""One conversation with a model, token by token: what `Engine.generate` is made of, for those who drive the steps themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Ids
+
+import numpy as np
+
+from qwenc.errors import QwencError
+from qwenc.model.forward import Model, Sequence
+from qwenc.model.records import ATTN, DOWN, GATE_UP, KV, LM_HEAD, NORM, OTHER_LOOP, QKV, ROPE, SILU, O
+from qwenc.report import SILENT, Reporter
+from qwenc.settings import Settings
+from qwenc.timing import Timings, TokenTiming
+
+SLOTS = {
+    "qkv": QKV, "attn": ATTN, "o": O, "gu": GATE_UP, "down": DOWN, "lm": LM_HEAD,
+    "nrm": NORM, "rope": ROPE, "kv": KV, "silu": SILU, "othloop": OTHER_LOOP,
+}  # fmt: skip
+MS = 1e-6  # nanoseconds to milliseconds
+
+
+class Session:
+    """A context of at most `capacity` tokens. `timings` grows with every call; `length` is the number of tokens in the cache."""
+
+    def __init__(self, model: Model, capacity: int, settings: Settings, reporter: Reporter = SILENT):
+        self.reporter = reporter
+        self.timings = Timings()
+        self.last: TokenTiming | None = None
+        self._batch = settings.prefill_batch
+        self._sequence = Sequence(model, capacity, settings.kv, settings.prefill_batch)
+
+    @property
+    def length(self) -> int:
+        return self._sequence.length
+
+    def prefill(self, ids: Ids[int]) -> np.ndarray:
+        """Add `ids` (at least one) to the context in mini-batches. Returns float32 logits [vocab] after the last one, valid until the next call."""
+        timing, sequence = self.timings.prefill, self._sequence
+        for first in range(0, len(ids), self._batch):
+            logits = self._guard(lambda batch=ids[first : first + self._batch]: sequence.extend(np.asarray(batch, np.int64)))
+            done = min(len(ids), first + self._batch)
+            timing.n += done - first
+            timing.total_ms += sequence.step_ns * MS
+            timing.qkv_ms += sequence.timer[QKV] * MS
+            timing.o_ms += sequence.timer[O] * MS
+            timing.gateup_ms += sequence.timer[GATE_UP] * MS
+            timing.down_ms += sequence.timer[DOWN] * MS
+            timing.attn_ms += sequence.timer[ATTN] * MS
+            if len(ids) > self._batch:
+                self.reporter.progress("prefill", done, len(ids), "tokens")
+        return logits
+
+    def step(self, token: int) -> np.ndarray:
+        """Add one token to the context. Returns float32 logits [vocab] of the next one, valid until the next call."""
+        sequence = self._sequence
+        logits = self._guard(lambda: sequence.step(token))
+        ms = {name: float(sequence.timer[slot]) * MS for name, slot in SLOTS.items()}
+        total = sequence.step_ns * MS
+        ms["other"] = max(0.0, total - sum(ms.values()))
+        self.last = TokenTiming(sequence.length, ms, total)
+        self.timings.decode.add(self.last)
+        return logits
+
+    def logits(self, ids: Ids[int]) -> np.ndarray:
+        """Add `ids` to the context. Returns float32 logits [n, vocab] after each of them."""
+        sequence, parts = self._sequence, []
+        for first in range(0, len(ids), self._batch):
+            batch = np.asarray(ids[first : first + self._batch], np.int64)
+            parts.append(self._guard(lambda batch=batch: sequence.extend(batch, all_logits=True)).copy())
+        return np.concatenate(parts)
+
+    def compile(self, *, decode: bool = True) -> None:
+        """Compile the steps, or load them from the cache, ahead of their first use."""
+        self._sequence.compile(self.reporter, decode=decode)
+
+    def _guard(self, run):
+        try:
+            return run()
+        except QwencError:
+            layer = self._sequence.bad_layer
+            if layer is not None:
+                self.reporter.detail(f"the first layer whose output is not finite: {layer}")
+            raise
