@@ -97,6 +97,18 @@ def test_a_stop_string_cuts_exactly_wherever_it_begins(cli, whole):
         assert (got["text"], got["finish_reason"]) == (text[: text.index(stop)], "stop")
 
 
+def test_a_stop_reached_with_the_last_token_and_one_token_short_of_it(cli, whole):
+    tokenizer = Tokenizer(tokenizer_json().encode())
+    pieces = [tokenizer.token_bytes(id) for id in whole["ids"]]
+    last = next(i for i in range(5, 60) if all(piece.isascii() and piece for piece in pieces[i - 1 : i + 1]))
+    before, stop = (b"".join(part).decode("utf-8", "replace") for part in (pieces[: last - 1], pieces[last - 1 : last + 1]))
+    assert stop not in before + stop[:-1]
+    got = answer(cli, "-n", last + 1, "--stop", stop, "hello")
+    assert (got["text"], got["finish_reason"]) == (before, "stop")
+    got = answer(cli, "-n", last, "--stop", stop, "hello")  # the held-back beginning is printed after all
+    assert (got["text"], got["finish_reason"]) == (before + pieces[last - 1].decode(), "length")
+
+
 def test_an_end_token_ends_and_is_not_printed(cli, packed, monkeypatch):
     """Whichever token comes third is declared the end."""
     third = answer(cli, "-n", 3, "hello")["ids"][2]
