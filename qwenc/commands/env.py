@@ -24,14 +24,14 @@ def env(as_json: bool) -> None:
 
 
 def describe() -> dict[str, Any]:
-    from qwenc import machine
     from qwenc.kernels import jit
+    from qwenc.machine.describe import describe as describe_machine
     from qwenc.machine.folders import cache_root
     from qwenc.version import __version__
 
     versions = {package: _version(package) for package in PACKAGES}
     caches = {"model_cache": str(cache_root()), "kernel_cache": None if jit.CACHE_DIR is None else str(jit.CACHE_DIR)}
-    return {"qwenc": __version__, "python": platform.python_version(), **machine.describe(), **versions, **caches}
+    return {"qwenc": __version__, "python": platform.python_version(), **describe_machine(), **versions, **caches}
 
 
 def table(record: dict[str, Any]) -> str:
