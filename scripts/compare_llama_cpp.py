@@ -4,9 +4,10 @@
     pip install '.[bench]'
     python scripts/compare_llama_cpp.py 0.6b --depths 0 512
 
-Each engine lives in a process of its own, and rounds alternate between them, so that a noisy neighbour meets all of them alike. Measured
-per KV type and depth (tokens already in the context): prefill of 512 tokens, and single decode steps. Besides: the rate at which the same
-threads read memory. Flash attention is on. Prints a Markdown table (median, and spread as lowest to highest round); --json keeps all rounds.
+Each engine lives in a process of its own, and rounds alternate between them, so that a noisy neighbour meets all of them alike.
+Measured per KV type and depth (tokens already in the context): prefill of 512 tokens, and single decode steps. Besides: the rate at
+which the same threads read memory. Flash attention is on. Prints a Markdown table (median, and spread as lowest to highest round);
+--json keeps all rounds.
 
 The weights are written to --models-dir on first use. Engines may live in other Pythons: --llama-python, --ik-python, --qwenc-python.
 """
@@ -34,7 +35,7 @@ class Worker:
 
     def __init__(self, kind: str, python: str, options: dict[str, Any]):
         self.kind = kind
-        self.log = tempfile.TemporaryFile("w+", errors="replace")
+        self.log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed with the worker)
         code = f"import sys; sys.path.insert(0, {str(HERE)!r}); sys.path.insert(1, {str(HERE.parent)!r}); "
         code += f"import compare_workers; compare_workers.serve({kind!r})"
         self.process = subprocess.Popen([python, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True)
@@ -58,6 +59,7 @@ class Worker:
         if self.process.stdin:
             self.process.stdin.close()
         self.process.wait()
+        self.log.close()
 
 
 def need_gguf(args: argparse.Namespace) -> Path:
@@ -127,7 +129,8 @@ def markdown(args: argparse.Namespace, samples: list[dict[str, Any]], rates: lis
         row = groups.setdefault((sample["asked_kv"], sample["depth"]), {}).setdefault((sample["engine"], sample["kv"]), [])
         row.append(sample)
     lines = [
-        f"Shape {args.shape}, random weights, Q4_0 against qwenc `--wmode {args.wmode}`, {args.threads} threads, {args.rounds} rounds, {cpu_name()}.",
+        f"Shape {args.shape}, random weights: Q4_0 against qwenc `--wmode {args.wmode}`.",
+        f"{args.threads} threads of {cpu_name()}, {args.rounds} rounds.",
         f"Memory read by the same threads: median {statistics.median(rates):.1f} GB/s, best {max(rates):.1f}.",
         "",
         f"| depth | KV | engine | prefill {args.prefill}, tok/s | decode, tok/s |",
@@ -158,7 +161,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("shape", choices=("0.6b", "2b"))
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), help="default: all three")
     parser.add_argument("--depths", nargs="+", type=int, default=[0, 512], metavar="N")
-    parser.add_argument("--kv", nargs="+", choices=tuple(QWENC_KV), default=list(QWENC_KV), help="qwenc answers f16 with f32, q8_0 with its q8")
+    parser.add_argument(
+        "--kv", nargs="+", choices=tuple(QWENC_KV), default=list(QWENC_KV), help="qwenc answers f16 with f32, q8_0 with its q8"
+    )
     parser.add_argument("--wmode", choices=("q4", "q8", "dual"), default="q4", help="qwenc's weight format (default q4)")
     parser.add_argument("--prefill", type=int, default=512, metavar="N", help="tokens per prefill (default 512)")
     parser.add_argument("--decode", type=int, default=32, metavar="N", help="timed decode steps (default 32)")

@@ -65,7 +65,9 @@ def greedy_records(model: Any, tokenizer: Any) -> list[dict[str, Any]]:
         prompt_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         ids, margins = greedy(model, prompt_ids)
         print(f"{len(prompt_ids)} prompt tokens, smallest margin {min(margins):.4f}: {tokenizer.decode(ids)!r}", file=sys.stderr)
-        records.append({**prompt, "rendered": text, "prompt_ids": prompt_ids, "ids": ids, "margins": margins, "decoded": tokenizer.decode(ids)})
+        records.append(
+            {**prompt, "rendered": text, "prompt_ids": prompt_ids, "ids": ids, "margins": margins, "decoded": tokenizer.decode(ids)}
+        )
     return records
 
 
@@ -77,7 +79,10 @@ def english_record(model: Any, tokenizer: Any, text: str) -> dict[str, np.ndarra
     logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
     top = torch.topk(logits, 2, dim=-1)
     nll = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:]), reduction="none")
-    print(f"english: mean NLL {nll.mean():.4f} nats, top-1 right {(top.indices[:-1, 0] == torch.tensor(ids[1:])).float().mean():.3f}", file=sys.stderr)
+    print(
+        f"english: mean NLL {nll.mean():.4f} nats, top-1 right {(top.indices[:-1, 0] == torch.tensor(ids[1:])).float().mean():.3f}",
+        file=sys.stderr,
+    )
     return {
         "ids": np.asarray(ids, np.int32),
         "top1": top.indices[:, 0].numpy().astype(np.int32),
@@ -100,7 +105,7 @@ def main() -> None:
     lines = [json.dumps(record, ensure_ascii=False) for record in records]
     text = f'{{"made_by": {json.dumps(made_by)},\n"prompts": [\n' + ",\n".join(lines) + "\n]}\n"
     (args.data / "smollm2_greedy.json").write_text(text, encoding="utf-8")
-    np.savez_compressed(args.data / "english_nll.npz", **english)
+    np.savez_compressed(args.data / "english_nll.npz", **english)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ STREAMS = 4
 
 @njit(nogil=True)
 def read(values):
-    """Sum of int64 values [n], n a multiple of 4. Integer addition may be reordered, so LLVM makes wide loads and many accumulators of it."""
+    """Sum of int64 values [n], n a multiple of 4. Integer sums may be reordered: LLVM makes wide loads and many accumulators."""
     quarter = values.shape[0] // STREAMS
     a, b = values[:quarter], values[quarter : 2 * quarter]
     c, d = values[2 * quarter : 3 * quarter], values[3 * quarter :]
