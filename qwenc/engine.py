@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,8 @@ class Engine:
 
     def __init__(self, packed: Packed, settings: Settings, reporter: Reporter = SILENT, began: float | None = None):
         began = time.perf_counter() if began is None else began
-        self.packed, self.settings, self.reporter = packed, settings, reporter
+        self.wmode = settings.wmode or packed.wmode
+        self.packed, self.settings, self.reporter = packed, replace(settings, wmode=self.wmode), reporter
         self.config = packed.config
         self.timings = Timings()  # of the generation that runs now or ran last
         self._reading = _Later(lambda: _read_tokenizer(packed))  # in Rust, while this thread imports the compiler
@@ -70,7 +71,7 @@ class Engine:
         from qwenc.model.forward import Model
 
         self._team = ThreadTeam(choice.cores, pin=settings.pin)
-        self._model = Model(packed, settings.wmode, self._team)
+        self._model = Model(packed, self.wmode, self._team)
         self._compiled = False
         self.tokenizer: Tokenizer | None = self._reading.result()
         self.template: ChatTemplate | None = None

@@ -14,13 +14,13 @@ KV_TYPES = ("q8", "f32")
 class Settings:
     """How to run a model. Raises UsageError for a value out of range.
 
-    wmode: weight format; `dual` reads q8 in prefill and q4 in decode.
+    wmode: weight format; `dual` reads q8 in prefill and q4 in decode. None = what a packed file holds, dual for a checkpoint.
     kv: KV cache type. threads: compute threads, None = the fast cores (at most 4). pin: pin each thread to a core.
     ctx_size: most tokens in the context, None = what the model was trained for. prefill_batch: tokens per prefill mini-batch.
     offline: never ask the Hub.
     """
 
-    wmode: str = "dual"
+    wmode: str | None = None
     kv: str = "q8"
     threads: int | None = None
     pin: bool = True
@@ -29,7 +29,8 @@ class Settings:
     offline: bool = False
 
     def __post_init__(self) -> None:
-        _one_of("wmode", self.wmode, WMODES)
+        if self.wmode is not None:
+            _one_of("wmode", self.wmode, WMODES)
         _one_of("kv", self.kv, KV_TYPES)
         _at_least("threads", self.threads, 1)
         _at_least("ctx_size", self.ctx_size, 1)

@@ -16,14 +16,13 @@ from qwenc.attention.cache import PAGE, PAGE_CELLS, FloatKV
 from qwenc.kernels import simd
 from qwenc.kernels.jit import helper
 from qwenc.kernels.level import LEVEL
-from qwenc.kernels.tiles import make_scores, make_weighted_values
+from qwenc.kernels.tiles import PIECES_TOP, make_scores, make_weighted_values
 
 SIGNED_BIAS = LEVEL.signed_bias
 ROWS_MOST = LEVEL.tile_rows  # query rows that one tile holds in registers: 8 or 2
 scores_1, scores_2, scores_4, scores_8 = (make_scores(rows) for rows in (1, 2, 4, 8))
 values_1, values_2, values_4, values_8 = (make_weighted_values(rows) for rows in (1, 2, 4, 8))
 
-Q_TOP = np.float32(16319.0)  # 128·127 + 63: the largest query value in two signed pieces
 P_TOP = np.float32(16383.0)  # 128·127 + 127: the largest probability in two unsigned pieces
 NO_SCORE = np.float32(-np.inf)
 
@@ -100,8 +99,8 @@ def split_queries(r, rows):
             for d in range(16, head_dim, 16):
                 top = simd.maximum(top, simd.absolute(simd.load(r.q, i * head_dim + d)))
             largest = simd.lane_max(top)
-            factor = simd.splat(Q_TOP / largest if largest > 0 else np.float32(0.0))
-            r.qs[i] = largest / Q_TOP
+            factor = simd.splat(PIECES_TOP / largest if largest > 0 else np.float32(0.0))
+            r.qs[i] = largest / PIECES_TOP
             r.qo[i, 0] = r.qo[i, 1] = 0
             for d in range(0, head_dim, 16):
                 at = first * head_dim * 2 + (d // 4) * width * 8 + lane * 8

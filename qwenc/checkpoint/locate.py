@@ -10,7 +10,9 @@ from qwenc.checkpoint.packed import Packed, is_packed, open_packed
 from qwenc.checkpoint.safetensors_file import SafetensorsFile
 from qwenc.errors import QwencError, UsageError
 from qwenc.report import SILENT, Reporter
-from qwenc.settings import Settings
+from qwenc.settings import WMODES, Settings
+
+DEFAULT_WMODE = WMODES[0]  # dual
 
 
 def load_packed(model: str | Path, settings: Settings, reporter: Reporter = SILENT) -> Packed:
@@ -23,7 +25,7 @@ def resolve(model: str | Path, settings: Settings, reporter: Reporter = SILENT) 
     path = find(model, settings.offline, reporter)
     if path.is_file():
         return _packed_file(path, settings.wmode)
-    return cached_conversion(path, _label(str(model), path), settings.wmode, reporter)
+    return cached_conversion(path, _label(str(model), path), settings.wmode or DEFAULT_WMODE, reporter)
 
 
 def find(model: str | Path, offline: bool, reporter: Reporter = SILENT) -> Path:
@@ -52,15 +54,15 @@ def _label(model: str, folder: Path) -> str:
     return model if HUB_ID.fullmatch(model) and not Path(model).exists() else folder.resolve().name
 
 
-def _packed_file(path: Path, wmode: str) -> Path:
-    """Checks that `path` is a packed file whose weights can run in `wmode`."""
+def _packed_file(path: Path, wmode: str | None) -> Path:
+    """Checks that `path` is a packed file whose weights can run in `wmode` (None: in whatever it holds)."""
     if path.suffix == ".gguf":
         raise QwencError(f"{path}: GGUF files are not supported; give a Hugging Face checkpoint folder")
     with SafetensorsFile(path) as file:
         if not is_packed(file.header):
             raise QwencError(f"{path}: holds weights only; give the folder with its config.json: {path.parent}")
         held = file.header.metadata.get("wmode", "")
-    if not serves(held, wmode):
+    if wmode is not None and not serves(held, wmode):
         raise QwencError(
             f"{path}: holds {held} weights, which cannot run as {wmode}; use --wmode {held}, or convert the checkpoint to {wmode}"
         )

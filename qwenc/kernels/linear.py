@@ -8,11 +8,12 @@ from numba.extending import overload
 
 from qwenc.kernels import simd
 from qwenc.kernels.jit import helper
-from qwenc.kernels.records import F32, Q4, Q8, TILE
-from qwenc.kernels.tiles import GROUP, make_linear, make_linear_f32
+from qwenc.kernels.records import F32, Q4, Q8, TILE, Q8Fast
+from qwenc.kernels.tiles import GROUP, PIECES_TOP, make_linear, make_linear_f32
 
 linear_q4_one, linear_q4_many = make_linear("q4", 1), make_linear("q4", TILE)
 linear_q8_one, linear_q8_many = make_linear("q8", 1), make_linear("q8", TILE)
+linear_q8fast_one, linear_q8fast_many = make_linear("q8fast", 1), make_linear("q8fast", TILE)
 linear_f32_one, linear_f32_many = make_linear_f32(1), make_linear_f32(TILE)
 
 
@@ -59,6 +60,8 @@ def _linear_one(w, stack, tile, acts, token, out, out_at):
         return _quantised(linear_q4_one)
     if _is(w, Q8):
         return _quantised(linear_q8_one)
+    if _is(w, Q8Fast):
+        return _quantised(linear_q8fast_one)
 
     def run_f32(w, stack, tile, acts, token, out, out_at):
         inputs = w.values.shape[2]
@@ -73,6 +76,8 @@ def _linear_many(w, stack, tile, acts, token, out, out_at):
         return _quantised(linear_q4_many)
     if _is(w, Q8):
         return _quantised(linear_q8_many)
+    if _is(w, Q8Fast):
+        return _quantised(linear_q8fast_many)
 
     def run_f32(w, stack, tile, acts, token, out, out_at):
         inputs = w.values.shape[2]
@@ -84,7 +89,7 @@ def _linear_many(w, stack, tile, acts, token, out, out_at):
 # ---- activations ----------------------------------------------------------------------------------------------------------
 def prepare(w, x, x_at, acts, tokens, token):
     """Put one activation row x[x_at …] (as long as the matrix's padded inputs) into place `token` of acts, whose tiles hold
-    `tokens` tokens, as matrix `w` reads it: int8 with a scale per 32 values, or float32."""
+    `tokens` tokens, as matrix `w` reads it: int8 (15 bits for Q8) with a scale per 32 values, or float32."""
     raise NotImplementedError("runs in compiled code only")
 
 
@@ -100,27 +105,44 @@ def _prepare(w, x, x_at, acts, tokens, token):
 
         return run_f32
 
+    quantise, pieces = (quantise_group_fine, 2) if _is(w, Q8) else (quantise_group, 1)
+
     def run(w, x, x_at, acts, tokens, token):
         groups = w.codes.shape[2]
         lane = token % tokens
         first = (token // tokens) * groups * tokens
         for g in range(groups):
-            quantise_group(x, x_at + GROUP * g, acts.codes, (first + g * tokens) * GROUP + 4 * lane, 4 * tokens, acts, first + g * tokens + lane)
+            at = first + g * tokens
+            codes_at = (at * GROUP + 4 * lane) * pieces
+            quantise(x, x_at + GROUP * g, acts, codes_at, 4 * tokens * pieces, at + lane)
 
     return run
 
 
 @helper
-def quantise_group(x, x_at, codes, codes_at, cell_step, acts, scale_at):
+def quantise_group(x, x_at, acts, codes_at, cell_step, place):
     """32 values to int8: scale = max|x|/127, codes written in cells of four `cell_step` bytes apart. A NaN makes the scale NaN."""
     low, high = simd.load(x, x_at), simd.load(x, x_at + 16)
     largest = simd.lane_max(simd.maximum(simd.absolute(low), simd.absolute(high)))
-    inverse = np.float32(127.0) / largest if largest > 0 else np.float32(0.0)
-    factor = simd.splat(inverse)
-    total = simd.store_cells(codes, codes_at, cell_step, simd.mul(low, factor))
-    total += simd.store_cells(codes, codes_at + 4 * cell_step, cell_step, simd.mul(high, factor))
-    acts.scales[scale_at] = largest * np.float32(1 / 127)
-    acts.offsets[scale_at] = -8 * total
+    factor = simd.splat(np.float32(127.0) / largest if largest > 0 else np.float32(0.0))
+    total = simd.store_cells(acts.codes, codes_at, cell_step, simd.mul(low, factor))
+    total += simd.store_cells(acts.codes, codes_at + 4 * cell_step, cell_step, simd.mul(high, factor))
+    acts.scales[place] = largest * np.float32(1 / 127)
+    acts.offsets[place] = -8 * total
+
+
+@helper
+def quantise_group_fine(x, x_at, acts, codes_at, cell_step, place):
+    """32 values to 15 bits in two signed pieces: scale = max|x|/16319, value ≈ scale·(128·high + low)."""
+    low, high = simd.load(x, x_at), simd.load(x, x_at + 16)
+    largest = simd.lane_max(simd.maximum(simd.absolute(low), simd.absolute(high)))
+    factor = simd.splat(PIECES_TOP / largest if largest > 0 else np.float32(0.0))
+    acts.offsets[2 * place] = acts.offsets[2 * place + 1] = 0
+    simd.store_two_pieces(acts.codes, codes_at, cell_step, simd.mul(low, factor), acts.offsets, 2 * place)
+    simd.store_two_pieces(acts.codes, codes_at + 4 * cell_step, cell_step, simd.mul(high, factor), acts.offsets, 2 * place)
+    acts.scales[place] = largest / PIECES_TOP
+    acts.offsets[2 * place] *= -8
+    acts.offsets[2 * place + 1] *= -8
 
 
 # ---- rows as they are -----------------------------------------------------------------------------------------------------
@@ -139,7 +161,7 @@ def _read_row(w, row, out, out_at):
 
         return run_f32
 
-    if _is(w, Q8):
+    if _is(w, Q8) or _is(w, Q8Fast):
 
         def run_q8(w, row, out, out_at):
             lane = 4 * (row % 16)

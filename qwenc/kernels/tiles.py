@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -18,6 +19,7 @@ from qwenc.kernels.simd import pointer_to
 
 GROUP = 32  # weights and activations that share a scale
 CELL = 4  # products that one lane sums at once
+PIECES_TOP = np.float32(16319.0)  # 128·127 + 63: the largest value in two signed pieces, 128·high + low
 
 
 # ---- linear: y[t, row] = Σ_k w[row, k]·x[t, k] for 16 rows ------------------------------------------------------------------
@@ -49,17 +51,24 @@ def _linear_q8_group(e: Emitter, at: Callable[[str], Value], tokens: int) -> lis
     return acc
 
 
-QUANTISED = {"q4": (256, _linear_q4_group), "q8": (512, _linear_q8_group)}
+def _linear_q8_fine_group(e: Emitter, at: Callable[[str], Value], tokens: int) -> list[Wide]:
+    """The same for activations in two pieces: as if there were twice as many tokens, joined at the end."""
+    acc = _linear_q8_group(e, at, 2 * tokens)
+    return [_two_pieces(e, acc[2 * t], acc[2 * t + 1]) for t in range(tokens)]
+
+
+# format -> bytes of a group of 16 rows × 32 inputs, pieces of an activation, integer sums of a group
+QUANTISED = {"q4": (256, 1, _linear_q4_group), "q8fast": (512, 1, _linear_q8_group), "q8": (512, 2, _linear_q8_fine_group)}
 
 
 def make_linear(fmt: str, tokens: int) -> Any:
     """tile(codes, codes_at, scales, scales_at, x, xs, xo, tile_at, groups, out, out_at): 16 rows × `tokens` tokens.
 
     codes, scales: one row tile of the packed format (docs/architecture.md), `groups` groups of 32.
-    x int8 [tile][groups][8 cells][tokens][4], xs float32 and xo int32 (−8·Σx) [tile][groups][tokens]; tile_at picks the token tile.
-    Writes out[out_at + 16·t + row] (float32).
+    x int8 [tile][groups][8 cells][tokens][pieces][4], xs float32 [tile][groups][tokens], xo int32 (−8·Σx) [tile][groups][tokens][pieces];
+    tile_at picks the token tile. Writes out[out_at + 16·t + row] (float32).
     """
-    group_bytes, sum_group = QUANTISED[fmt]
+    group_bytes, pieces, sum_group = QUANTISED[fmt]
 
     @intrinsic
     def tile(typingctx, codes, codes_at, scales, scales_at, x, xs, xo, tile_at, groups, out, out_at):
@@ -70,9 +79,9 @@ def make_linear(fmt: str, tokens: int) -> Any:
             bases = {
                 "codes": (pointer_to(context, builder, sig.args[0], codes_v, codes_at_v), group_bytes),
                 "scales": (pointer_to(context, builder, sig.args[2], scales_v, scales_at_v), 2 * LANES),
-                "x": (pointer_to(context, builder, sig.args[4], x_v, builder.mul(first, I64(GROUP))), GROUP * tokens),
+                "x": (pointer_to(context, builder, sig.args[4], x_v, builder.mul(first, I64(GROUP * pieces))), GROUP * tokens * pieces),
                 "xs": (pointer_to(context, builder, sig.args[5], xs_v, first), 4 * tokens),
-                "xo": (pointer_to(context, builder, sig.args[6], xo_v, first), 4 * tokens),
+                "xo": (pointer_to(context, builder, sig.args[6], xo_v, builder.mul(first, I64(pieces))), 4 * tokens * pieces),
             }
             sums = _Accumulators(e, e.f32, tokens)
             with cgutils.for_range(builder, groups_v) as loop:

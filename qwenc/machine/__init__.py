@@ -6,7 +6,7 @@ from typing import Any
 
 
 def describe(threads: int | None = None) -> dict[str, Any]:
-    """See qwenc.machine.describe.describe."""
-    from qwenc.machine.describe import describe as tell
+    """See qwenc.machine.description.describe."""
+    from qwenc.machine.description import describe as tell
 
     return tell(threads)

@@ -23,10 +23,10 @@ from qwenc.report import Reporter
 
 
 class Model:
-    """Weights and shape of one packed file, ready to run. prefill_fmt and decode_fmt: "q4", "q8" or "f32"."""
+    """Weights and shape of one packed file, ready to run in a wmode that the file holds."""
 
     def __init__(self, packed: Packed, wmode: str, team: ThreadTeam):
-        prefill_fmt, decode_fmt = ("q8", "q4") if wmode == "dual" else (wmode, wmode)
+        prefill_fmt, decode_fmt = ("q8fast", "q4") if wmode == "dual" else (wmode, wmode)
         self.config = packed.config
         self.shape = make_shape(packed.config)
         self.prefill_weights = make_weights(packed, prefill_fmt)

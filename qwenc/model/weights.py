@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from qwenc.checkpoint.packed import Packed
-from qwenc.kernels.records import F32, Q4, Q8
+from qwenc.kernels.records import F32, Q4, Q8, Q8Fast
 from qwenc.model.config import ModelConfig, round_up
 from qwenc.model.records import Shape, Weights
 
-RECORDS = {"q4": Q4, "q8": Q8}
+RECORDS = {"q4": Q4, "q8": Q8, "q8fast": Q8Fast}
 
 
 def make_shape(config: ModelConfig) -> Shape:
@@ -33,7 +33,8 @@ def make_shape(config: ModelConfig) -> Shape:
 
 
 def make_weights(packed: Packed, fmt: str) -> Weights:
-    """All weights in format "q4", "q8" or "f32", which the file must hold."""
+    """All weights in format "q4", "q8", "q8fast" (the same arrays as q8) or "f32", which the file must hold."""
+    stored = "q8" if fmt == "q8fast" else fmt
     config, tensors = packed.config, packed.tensors
     hidden_room, head_room = round_up(config.hidden_size, 32), config.padded_head_dim
 
@@ -41,8 +42,8 @@ def make_weights(packed: Packed, fmt: str) -> Weights:
         if fmt == "f32":
             values = tensors.get(f"{name}.f32.values")
             return None if values is None else F32(_stacked(values, 3))
-        codes = tensors.get(f"{name}.{fmt}.codes")
-        return None if codes is None else RECORDS[fmt](_stacked(codes, 3), _stacked(tensors[f"{name}.{fmt}.scales"], 3))
+        codes = tensors.get(f"{name}.{stored}.codes")
+        return None if codes is None else RECORDS[fmt](_stacked(codes, 3), _stacked(tensors[f"{name}.{stored}.scales"], 3))
 
     def norm(name: str, room: int) -> np.ndarray:
         found = tensors.get(name)

@@ -1,0 +1,225 @@
+"""The whole engine: logits against transformers and against float64 NumPy, prefill against decode, threads, limits, failures."""
+
+from pathlib import Path
+
+import naive_forward
+import numpy as np
+import pytest
+from checkpoints import DENSE, LLAMA, MOE, to_bf16, write_checkpoint
+
+import qwenc
+from qwenc.model import forward
+from qwenc.report import Reporter
+from qwenc.settings import Settings
+
+GOLDENS = Path(__file__).parent / "data" / "goldens"
+NAMES = ["llama-smol", "qwen3-dense-tied", "qwen3-moe", "qwen3-vl-text"]
+ODD = DENSE | {"hidden_size": 40, "intermediate_size": 40, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    """Converted models of a test run go to one temporary folder; compiled kernels stay in the usual one."""
+    from qwenc.checkpoint import model_cache
+
+    monkeypatch.setattr(model_cache, "cache_root", lambda: tmp_path_factory.getbasetemp() / "qwenc-cache")
+
+
+def golden(name, file="float32.npz"):
+    """input_ids, logits and greedy_ids; float32.npz holds what transformers computes from the files as they are."""
+    return {**np.load(GOLDENS / name / "expected.npz"), **np.load(GOLDENS / name / file)}
+
+
+def greedy(engine, ids, count):
+    return [step.id for step in engine.generate(list(ids), max_tokens=count, ignore_eos=True)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_and_greedy_ids_of_transformers(name):
+    wanted = golden(name)
+    with qwenc.load(GOLDENS / name, wmode="f32", kv="f32", prefill_batch=64) as engine:
+        logits = engine.logits(wanted["input_ids"])
+        assert logits.dtype == np.float32 and logits.shape == wanted["logits"].shape
+        assert np.abs(logits - wanted["logits"]).max() < 2e-4
+        assert greedy(engine, wanted["input_ids"], 24) == wanted["greedy_ids"].tolist()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_goldens_as_delivered(name, monkeypatch):
+    """expected.npz was made with rotary frequencies rounded to bfloat16 (see tests/data/goldens/README.md)."""
+    exact = forward.rope_inv_freq
+
+    def rounded(rope, head_dim):
+        inv_freq, scaling = exact(rope, head_dim)
+        return (to_bf16(inv_freq).astype(np.uint32) << 16).view(np.float32), scaling
+
+    monkeypatch.setattr(forward, "rope_inv_freq", rounded)
+    wanted = golden(name, "expected.npz")
+    with qwenc.load(GOLDENS / name, wmode="f32", kv="f32") as engine:
+        assert np.abs(engine.logits(wanted["input_ids"]) - wanted["logits"]).max() < 2e-4
+        assert greedy(engine, wanted["input_ids"], 24) == wanted["greedy_ids"].tolist()
+
+
+@pytest.mark.parametrize("config", [DENSE, LLAMA, MOE, ODD], ids=["dense", "llama", "moe", "odd"])
+@pytest.mark.parametrize("wmode", ["f32", "q8", "q4"])
+def test_against_float64(tmp_path, config, wmode):
+    """Sizes that fit no tile. With 8-bit activations an error of a few per cent of the logits' spread is theirs."""
+    folder = write_checkpoint(tmp_path / "model", config)
+    ids = np.random.default_rng(3).integers(0, config["vocab_size"], 75)
+    with qwenc.load(folder, wmode=wmode, kv="f32", prefill_batch=32) as engine:
+        got = engine.logits(ids)
+        wanted = naive_forward.forward(engine.packed, ids, wmode)
+    error = np.abs(got - wanted).max() / wanted.std()
+    assert error < (2e-5 if wmode == "f32" else 0.15)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("wmode", ["q8", "q4"])
+def test_decode_gives_the_bits_of_prefill(name, wmode):
+    """Token by token or in batches of any size: the same integers, the same floats."""
+    ids = golden(name)["input_ids"][:70]
+    with qwenc.load(GOLDENS / name, wmode=wmode) as engine:
+        whole = engine.logits(ids)
+        session = engine.session(len(ids))
+        stepped = np.array([session.step(int(i)).copy() for i in ids])
+        np.testing.assert_array_equal(whole, stepped)
+        session = engine.session(len(ids))
+        for first, last in ((0, 1), (1, 18), (18, 70)):
+            np.testing.assert_array_equal(session.prefill(ids[first:last]), whole[last - 1])
+
+
+def test_dual_reads_q8_in_prefill_and_q4_in_decode():
+    ids = golden("qwen3-dense-tied")["input_ids"][:40]
+    logits = {}
+    for wmode in ("q8", "q4", "dual"):
+        with qwenc.load(GOLDENS / "qwen3-dense-tied", wmode=wmode) as engine:
+            logits[wmode] = engine.logits(ids)
+            if wmode == "q4":
+                continue
+            session = engine.session(64)
+            session.prefill(ids)
+            logits[wmode + " step"] = session.step(7).copy()
+    np.testing.assert_array_equal(logits["dual"], logits["q8"])
+    assert np.abs(logits["dual step"] - logits["q8 step"]).max() > 0
+
+
+@pytest.mark.parametrize("name", ["llama-smol", "qwen3-moe"])
+def test_threads_do_not_change_a_bit(name, monkeypatch):
+    """Also with more threads than cores, and over contexts that are cut into parts."""
+    from qwenc import engine as module
+    from qwenc.machine.cpus import CpuChoice
+
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 150, 600)
+    seen = []
+    for threads in (1, 2, 3, 5):
+        choice = CpuChoice(threads, tuple(range(threads)), (0,), (0,), None)
+        monkeypatch.setattr(module, "choose_cpus", lambda wanted, choice=choice: choice)
+        with qwenc.load(GOLDENS / name, wmode="dual", pin=False) as engine:
+            session = engine.session(640)
+            session.prefill(ids)
+            seen.append(np.array([session.step(i).copy() for i in range(5)]))
+    for other in seen[1:]:
+        np.testing.assert_array_equal(seen[0], other)
+
+
+def test_timings_add_up():
+    ids = golden("llama-smol")["input_ids"].tolist()
+    with qwenc.load(GOLDENS / "llama-smol", wmode="q8") as engine:
+        steps = list(engine.generate(ids, max_tokens=5, ignore_eos=True, dec_prof=True))
+    end = steps[-1]
+    assert [s.finish_reason for s in steps] == [None] * 4 + ["length"] and end.usage == (150, 5)
+    assert end.timings.prefill.n == 150 and end.timings.decode.n == 4
+    prefill, decode = end.timings.prefill, end.timings.decode
+    assert 0 < prefill.gemm_ms + prefill.attn_ms <= prefill.total_ms
+    assert 0 < decode.gemm_ms + decode.attn_ms <= decode.total_ms
+    assert steps[0].token_timing is None
+    assert [s.token_timing.seq for s in steps[1:]] == [151, 152, 153, 154]
+    assert all(s.logprob < 0 for s in steps)
+
+
+def test_log_probabilities():
+    wanted = golden("llama-smol")
+    with qwenc.load(GOLDENS / "llama-smol", wmode="f32", kv="f32") as engine:
+        step = next(engine.generate(wanted["input_ids"].tolist(), max_tokens=1))
+    last = wanted["logits"][-1].astype(np.float64)
+    assert step.id == last.argmax()
+    assert step.logprob == pytest.approx(last.max() - np.log(np.exp(last - last.max()).sum()) - last.max(), abs=1e-4)
+
+
+@pytest.mark.parametrize(("prompt", "room", "made"), [(10, 13, 3), (12, 13, 1), (13, 13, 0)])
+def test_the_context_ends_a_generation(prompt, room, made):
+    with qwenc.load(GOLDENS / "llama-smol", wmode="q8", ctx_size=room) as engine:
+        steps = list(engine.generate([5] * prompt, max_tokens=50, ignore_eos=True))
+    assert steps[-1].finish_reason == "length" and steps[-1].usage == (prompt, made)
+
+
+def test_a_prompt_beyond_the_context_is_refused_with_both_numbers():
+    with (
+        qwenc.load(GOLDENS / "llama-smol", wmode="q8", ctx_size=13) as engine,
+        pytest.raises(qwenc.UsageError, match=r"14 tokens.*13"),
+    ):
+        engine.generate([5] * 14)
+
+
+def test_eos_ends_a_generation():
+    ids = golden("llama-smol")["input_ids"].tolist()
+    with qwenc.load(GOLDENS / "llama-smol", wmode="f32", kv="f32") as engine:
+        third = greedy(engine, ids, 3)[2]
+        engine.eos_ids = frozenset({third})
+        steps = list(engine.generate(ids, max_tokens=10))
+        assert steps[-1].id == third and steps[-1].finish_reason == "stop" and len(steps) == 3
+        assert len(list(engine.generate(ids, max_tokens=10, ignore_eos=True))) == 10
+
+
+@pytest.mark.parametrize("bad", [[], [-1], [160], [3, 10**12]])
+def test_bad_ids(bad):
+    with qwenc.load(GOLDENS / "llama-smol", wmode="q8") as engine:
+        with pytest.raises(qwenc.UsageError):
+            engine.generate(bad)
+        with pytest.raises(qwenc.UsageError):
+            engine.logits(bad)
+
+
+def test_a_checkpoint_without_tokenizer_takes_ids_only():
+    with qwenc.load(GOLDENS / "llama-smol", wmode="q8") as engine:
+        assert engine.tokenizer is None and not engine.has_chat_template
+        with pytest.raises(qwenc.UsageError, match="no tokenizer"):
+            engine.generate("hello")
+
+
+@pytest.mark.parametrize("settings", [{"wmode": "q5"}, {"kv": "q3"}, {"threads": 0}, {"prefill_batch": -1}, {"ctx_size": 0}, {"color": 1}])
+def test_bad_settings(settings):
+    with pytest.raises(qwenc.UsageError):
+        qwenc.load(GOLDENS / "llama-smol", **settings)
+
+
+@pytest.mark.parametrize("wmode", ["f32", "q8", "q4"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_bad_weight_stops_the_run_and_names_the_layer(tmp_path, wmode, value):
+    from checkpoints import weights, write_safetensors
+
+    folder = write_checkpoint(tmp_path / "model", DENSE)
+    tensors = weights(DENSE)
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = value
+    write_safetensors(folder / "model.safetensors", tensors)
+    told = []
+
+    class Listener(Reporter):
+        def detail(self, text):
+            told.append(text)
+
+    with qwenc.load(folder, wmode=wmode, reporter=Listener()) as engine, pytest.raises(qwenc.QwencError, match="not finite"):
+        list(engine.generate([1, 2, 3]))
+    assert told == ["the first layer whose output is not finite: 1"]
+
+
+def test_settings_default_to_what_a_packed_file_holds(tmp_path):
+    from qwenc.checkpoint.convert import convert
+
+    convert(GOLDENS / "llama-smol", tmp_path / "m.qwenc", "q4")
+    with qwenc.load(tmp_path / "m.qwenc") as engine:
+        assert engine.wmode == "q4"
+    with pytest.raises(qwenc.QwencError, match="q4"):
+        qwenc.load(tmp_path / "m.qwenc", wmode="q8")
+    assert Settings().wmode is None
