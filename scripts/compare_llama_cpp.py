@@ -22,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,7 @@ def run_rounds(args: argparse.Namespace, workers: dict[str, Worker]) -> list[dic
                     if "/" in key and not key.endswith(f"/{kv}"):
                         continue
                     request = {"depth": depth, "kv": kv, "prefill": args.prefill, "decode": args.decode}
+                    wait_until_quiet(args.wait_quiet)
                     answer = worker.ask(request)
                     sample = {"round": round_, "engine": worker.name, "kv": QWENC_KV[kv] if worker.kind == "qwenc" else kv, "depth": depth}
                     sample["prefill_tok_s"] = args.prefill / answer["prefill_s"][0]
@@ -114,6 +116,23 @@ def run_rounds(args: argparse.Namespace, workers: dict[str, Worker]) -> list[dic
                     if round_ > 0:
                         samples.append({**sample, "asked_kv": kv})
     return samples
+
+
+def wait_until_quiet(limit: float) -> None:
+    """Wait, at most `limit` seconds, for a second in which all CPUs together were busy for less than 5 % (Linux)."""
+    end = time.monotonic() + limit
+    while time.monotonic() < end:
+        before = cpu_times()
+        time.sleep(1)
+        busy, total = (now - then for now, then in zip(cpu_times(), before, strict=True))
+        if busy < 0.05 * total:
+            return
+
+
+def cpu_times() -> tuple[int, int]:
+    """(busy, all) clock ticks of all CPUs since boot."""
+    ticks = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    return sum(ticks) - ticks[3] - ticks[4], sum(ticks)  # all but idle and iowait
 
 
 def cell(values: list[float], base: float | None) -> str:
@@ -168,6 +187,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prefill", type=int, default=512, metavar="N", help="tokens per prefill (default 512)")
     parser.add_argument("--decode", type=int, default=32, metavar="N", help="timed decode steps (default 32)")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--wait-quiet", type=float, default=0, metavar="S", help="before each measurement, wait up to S s for an idle machine"
+    )
     parser.add_argument("-t", "--threads", type=int, default=2)
     parser.add_argument("--models-dir", type=Path, default=Path("models"))
     for kind in ENGINES:

@@ -101,7 +101,8 @@ def open_gguf(path: Path) -> Any:
     try:
         import gguf
     except ImportError as error:
-        raise FetchError("the package gguf is not installed: pip install 'qwenc[gguf]'") from error
+        missing = "is not installed" if error.name == "gguf" else f"does not work ({error})"
+        raise FetchError(f"the package gguf {missing}: pip install 'qwenc[gguf]'") from error
     return gguf.GGUFReader(path)
 
 
