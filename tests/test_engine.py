@@ -30,6 +30,10 @@ def golden(name, file="float32.npz"):
     return {**np.load(GOLDENS / name / "expected.npz"), **np.load(GOLDENS / name / file)}
 
 
+def distance(a, b):
+    return np.abs(a - b).mean()
+
+
 def greedy(engine, ids, count):
     return [step.id for step in engine.generate(list(ids), max_tokens=count, ignore_eos=True)]
 
@@ -63,14 +67,16 @@ def test_the_goldens_as_delivered(name, monkeypatch):
 @pytest.mark.parametrize("config", [DENSE, LLAMA, MOE, ODD], ids=["dense", "llama", "moe", "odd"])
 @pytest.mark.parametrize("wmode", ["f32", "q8", "q4"])
 def test_against_float64(tmp_path, config, wmode):
-    """Sizes that fit no tile. With 8-bit activations an error of a few per cent of the logits' spread is theirs."""
+    """Sizes that fit no tile. Activations of 15 or 8 bits cost their rounding, and now and then another expert: hence the median over tokens."""
     folder = write_checkpoint(tmp_path / "model", config)
     ids = np.random.default_rng(3).integers(0, config["vocab_size"], 75)
     with qwenc.load(folder, wmode=wmode, kv="f32", prefill_batch=32) as engine:
         got = engine.logits(ids)
         wanted = naive_forward.forward(engine.packed, ids, wmode)
-    error = np.abs(got - wanted).max() / wanted.std()
-    assert error < (2e-5 if wmode == "f32" else 0.15)
+    error = np.abs(got - wanted).max(axis=1) / wanted.std()
+    assert np.median(error) < {"f32": 1e-5, "q8": 1e-3, "q4": 0.1}[wmode]
+    if wmode == "f32":
+        assert error.max() < 2e-5
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -99,8 +105,8 @@ def test_dual_reads_q8_in_prefill_and_q4_in_decode():
             session = engine.session(64)
             session.prefill(ids)
             logits[wmode + " step"] = session.step(7).copy()
-    np.testing.assert_array_equal(logits["dual"], logits["q8"])
-    assert np.abs(logits["dual step"] - logits["q8 step"]).max() > 0
+    assert distance(logits["dual"], logits["q8"]) < 0.1 * distance(logits["dual"], logits["q4"])
+    assert distance(logits["dual step"], logits["q8 step"]) > 10 * distance(logits["dual"], logits["q8"])
 
 
 @pytest.mark.parametrize("name", ["llama-smol", "qwen3-moe"])

@@ -1,0 +1,79 @@
+"""Every SIMD level that this machine has gives the same bits, the plain fallback included; a level that it lacks is refused by name."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qwenc.kernels.level import available_levels, host_features
+
+ROOT = Path(__file__).parent.parent
+
+PROGRAM = """
+import hashlib, sys
+import numpy as np
+import qwenc
+from qwenc.attention.cache import PAGE
+ids = np.load("tests/data/goldens/qwen3-dense-tied/expected.npz")["input_ids"][:60]
+for wmode in ("q4", "q8"):
+    with qwenc.load("tests/data/goldens/qwen3-dense-tied", wmode=wmode, prefill_batch=48) as engine:
+        session = engine.session(80)
+        digest = hashlib.sha256(session.prefill(ids).tobytes())
+        for token in (5, 9, 3):
+            digest.update(session.step(token).tobytes())
+        cache = session._sequence.cache
+        for array in cache:
+            digest.update(np.ascontiguousarray(array[0, :, :, :64 if array.dtype == np.float32 else 4096]).tobytes())
+        print(wmode, digest.hexdigest())
+"""
+
+
+def run(program, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+def test_levels_agree_bit_for_bit(tmp_path):
+    levels = [level.name for level in available_levels()]
+    assert levels[-1] == "plain"
+    printed = {}
+    for level in levels:
+        done = run(PROGRAM, QWENC_SIMD=level)
+        assert done.returncode == 0, done.stderr
+        printed[level] = done.stdout
+    assert printed["plain"].count("\n") == 2
+    for level in levels:
+        assert printed[level] == printed["plain"], level
+
+
+def test_a_level_that_is_not_here():
+    done = run("import qwenc.kernels.level", QWENC_SIMD="altivec")
+    assert done.returncode == 1 and "QWENC_SIMD=altivec: this machine has" in done.stderr
+
+
+@pytest.mark.parametrize(("features", "expected"), [("+avx2,+fma", "avx2"), ("", "plain"), ("+avx2", "plain"), ("+avxvnni,+avx2,+fma", "avxvnni")])
+def test_levels_follow_the_features(monkeypatch, features, expected):
+    from qwenc.kernels import level
+
+    monkeypatch.setattr(level.platform, "machine", lambda: "x86_64")
+    monkeypatch.setenv("NUMBA_CPU_FEATURES", features)
+    monkeypatch.delenv("QWENC_SIMD", raising=False)
+    assert level.choose_level().name == expected
+
+
+@pytest.mark.parametrize(("features", "expected"), [("+neon,+dotprod", "neon"), ("+neon", "plain")])
+def test_arm_needs_the_dot_product(monkeypatch, features, expected):
+    from qwenc.kernels import level
+
+    monkeypatch.setattr(level.platform, "machine", lambda: "aarch64")
+    monkeypatch.setenv("NUMBA_CPU_FEATURES", features)
+    assert level.choose_level().name == expected
+    assert host_features()

@@ -1,0 +1,118 @@
+"""Threads and cores: masks, quotas, hybrid CPUs, and a team that neither hangs nor widens what it was given."""
+
+import os
+import threading
+
+import pytest
+
+from qwenc.machine.cpus import cgroup_quota, choose_cpus
+from qwenc.machine.team import ThreadTeam
+
+
+def sysfs(folder, capacities=None, frequencies=None, cpu_max=None, v1=None):
+    for name, values in (("cpu_capacity", capacities), ("cpufreq/cpuinfo_max_freq", frequencies)):
+        for cpu, value in enumerate(values or ()):
+            path = folder / f"devices/system/cpu/cpu{cpu}" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{value}\n")
+    if cpu_max is not None:
+        (folder / "fs/cgroup").mkdir(parents=True, exist_ok=True)
+        (folder / "fs/cgroup/cpu.max").write_text(cpu_max + "\n")
+    if v1 is not None:
+        (folder / "fs/cgroup/cpu").mkdir(parents=True, exist_ok=True)
+        (folder / "fs/cgroup/cpu/cpu.cfs_quota_us").write_text(f"{v1}\n")
+        (folder / "fs/cgroup/cpu/cpu.cfs_period_us").write_text("100000\n")
+    return folder
+
+
+RK3588 = [414] * 4 + [1002, 1002, 1024, 1024]
+
+
+@pytest.mark.parametrize(
+    ("capacities", "mask", "wanted", "cores"),
+    [
+        (RK3588, range(8), None, (4, 5, 6, 7)),
+        (RK3588, range(8), 6, (4, 5, 6, 7, 0, 1)),
+        (RK3588, range(6), None, (4, 5)),
+        (RK3588, [0, 1], None, (0, 1)),
+        ([1024] * 4, range(4), None, (0, 1, 2, 3)),
+        ([1024] * 16, range(16), None, (0, 1, 2, 3)),
+        (None, [3], None, (3,)),
+        (None, range(2), 1, (0,)),
+    ],
+)
+def test_cores(tmp_path, capacities, mask, wanted, cores):
+    choice = choose_cpus(wanted, sysfs(tmp_path, capacities), set(mask))
+    assert choice.cores == cores and choice.threads == len(cores) and choice.note is None
+
+
+def test_frequencies_stand_in_for_capacities(tmp_path):
+    tree = sysfs(tmp_path, frequencies=[1800000] * 4 + [2400000] * 2 + [800000] * 2)
+    assert choose_cpus(None, tree, set(range(8))).fast == (0, 1, 2, 3, 4, 5)
+
+
+@pytest.mark.parametrize(
+    ("cpu_max", "quota", "threads"),
+    [("max 100000", None, 4), ("150000 100000", 1.5, 2), ("50000 100000", 0.5, 1), ("junk", None, 4), ("400000 100000", 4.0, 4)],
+)
+def test_cgroup_v2(tmp_path, cpu_max, quota, threads):
+    tree = sysfs(tmp_path, cpu_max=cpu_max)
+    assert cgroup_quota(tree / "fs/cgroup") == quota
+    assert choose_cpus(None, tree, set(range(8))).threads == threads
+
+
+@pytest.mark.parametrize(("quota", "threads"), [(-1, 4), (200000, 2)])
+def test_cgroup_v1(tmp_path, quota, threads):
+    assert choose_cpus(None, sysfs(tmp_path, v1=quota), set(range(8))).threads == threads
+
+
+def test_more_threads_than_there_are(tmp_path):
+    choice = choose_cpus(64, sysfs(tmp_path, cpu_max="150000 100000"), {0, 1, 2})
+    assert choice.threads == 2 and "64 threads asked for, 2 usable" in choice.note
+
+
+@pytest.mark.parametrize("pin", [True, False])
+def test_a_team_runs_every_rank_and_leaves_the_mask(pin):
+    before = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    cores = sorted(before or {0})[:1] * 3
+    team = ThreadTeam(cores, pin=pin)
+    seen = []
+    for _ in range(3):
+        team.run(seen.append)
+    assert sorted(seen) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    if before is not None:
+        assert os.sched_getaffinity(0) == before
+    team.close()
+    team.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity here")
+def test_threads_are_pinned_to_their_cores():
+    cores = sorted(os.sched_getaffinity(0))
+    team = ThreadTeam(cores)
+    masks = {}
+    team.run(lambda rank: masks.__setitem__(rank, os.sched_getaffinity(0)))
+    assert masks == {rank: {core} for rank, core in enumerate(cores)}
+    team.close()
+
+
+def test_a_core_that_cannot_be_had_is_a_note_not_a_failure():
+    team = ThreadTeam([4095])
+    team.run(lambda rank: None)
+    if hasattr(os, "sched_setaffinity"):
+        assert "not pinned" in team.pin_error
+    team.close()
+
+
+def test_an_error_in_a_thread_reaches_the_caller():
+    team = ThreadTeam([0, 0], pin=False)
+
+    def fail(rank):
+        if rank == 1:
+            raise ValueError("from a thread")
+
+    with pytest.raises(ValueError, match="from a thread"):
+        team.run(fail)
+    team.run(lambda rank: None)
+    team.close()
+    assert threading.active_count() < 50
