@@ -29,8 +29,9 @@ GREEDY = SamplingParams()
 
 @dataclass(slots=True)
 class Step:
-    """One generated token. text: the characters that are complete now (stop strings cut away); logprob: natural logarithm of the token's probability
-    before any sampling filter. The last record has finish_reason ("stop" or "length"), timings and usage; its id is None when no token came with it."""
+    """One generated token. text: the characters that are complete now (stop strings cut away); logprob: natural logarithm of the
+    token's probability before any sampling filter. The last record has finish_reason ("stop" or "length"), timings and usage; its id is
+    None when no token came with it."""
 
     id: int | None
     text: str
@@ -103,9 +104,7 @@ class Engine:
         """Ids of a prompt: one chat turn if the model has a template and raw is False. Raises UsageError for an empty one."""
         if self.tokenizer is None:
             raise UsageError("this checkpoint has no tokenizer: give token ids instead of text")
-        return encode_prompt(
-            self.tokenizer, self.template, text, raw=raw, system=system, think=think, template_kwargs=template_kwargs
-        )
+        return encode_prompt(self.tokenizer, self.template, text, raw=raw, system=system, think=think, template_kwargs=template_kwargs)
 
     def session(self, capacity: int | None = None) -> Any:
         """A context of up to `capacity` tokens (default: context_size) to drive by hand: prefill(ids), step(id)."""

@@ -8,13 +8,13 @@ import numpy as np
 
 from qwenc.errors import QwencError
 from qwenc.model.forward import Model, Sequence
-from qwenc.model.records import ATTN, DOWN, GATE_UP, KV, LM_HEAD, NORM, OTHER_LOOP, QKV, ROPE, SILU, O
+from qwenc.model.records import ATTN, DOWN, GATE_UP, KV, LM_HEAD, NORM, OTHER_LOOP, OUT, QKV, ROPE, SILU
 from qwenc.report import SILENT, Reporter
 from qwenc.settings import Settings
 from qwenc.timing import Timings, TokenTiming
 
 SLOTS = {
-    "qkv": QKV, "attn": ATTN, "o": O, "gu": GATE_UP, "down": DOWN, "lm": LM_HEAD,
+    "qkv": QKV, "attn": ATTN, "o": OUT, "gu": GATE_UP, "down": DOWN, "lm": LM_HEAD,
     "nrm": NORM, "rope": ROPE, "kv": KV, "silu": SILU, "othloop": OTHER_LOOP,
 }  # fmt: skip
 MS = 1e-6  # nanoseconds to milliseconds
@@ -35,7 +35,8 @@ class Session:
         return self._sequence.length
 
     def prefill(self, ids: Ids[int]) -> np.ndarray:
-        """Add `ids` (at least one) to the context in mini-batches. Returns float32 logits [vocab] after the last one, valid until the next call."""
+        """Add `ids` (at least one) to the context in mini-batches. Returns float32 logits [vocab] after the last one, valid until the
+        next call."""
         timing, sequence = self.timings.prefill, self._sequence
         for first in range(0, len(ids), self._batch):
             logits = self._guard(lambda batch=ids[first : first + self._batch]: sequence.extend(np.asarray(batch, np.int64)))
@@ -43,7 +44,7 @@ class Session:
             timing.n += done - first
             timing.total_ms += sequence.step_ns * MS
             timing.qkv_ms += sequence.timer[QKV] * MS
-            timing.o_ms += sequence.timer[O] * MS
+            timing.o_ms += sequence.timer[OUT] * MS
             timing.gateup_ms += sequence.timer[GATE_UP] * MS
             timing.down_ms += sequence.timer[DOWN] * MS
             timing.attn_ms += sequence.timer[ATTN] * MS

@@ -4,8 +4,9 @@
     python scripts/make_golden_logits.py tests/data/goldens
 
 Writes float32.npz beside each expected.npz: logits float32 [n, vocab] of its input_ids, greedy_ids and greedy_margin. The older
-expected.npz was made from a model cast to bfloat16 and back, which rounds the rotary frequencies too (transformers keeps them in float32 when it
-loads a checkpoint in any dtype); the tests compare with both. Needs torch and transformers; qwenc itself does not, and is not used here.
+expected.npz was made from a model cast to bfloat16 and back, which rounds the rotary frequencies too (transformers keeps them in
+float32 when it loads a checkpoint in any dtype); the tests compare with both. Needs torch and transformers; qwenc itself does not, and
+is not used here.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def attend(cache, layer, head, q, limit, out):
         attend_page(cache, page, layer, head, r, rows, min(PAGE, most - page * PAGE))
     for i in range(rows):
         for d in range(q.shape[1]):
-            out[i, d] = r.o[i, d] / r.l[i]
+            out[i, d] = r.o[i, d] / r.total[i]
 
 
 def oracle(q, k, v, limit):
@@ -102,7 +102,7 @@ def test_one_key_takes_all():
 def test_many_small_probabilities_are_kept():
     """A flat softmax over thousands of keys: none may round to nothing."""
     keys, head_dim = 4096, 32
-    cache, q, k, v = case("q8", 1, head_dim, keys)
+    cache, q, _, v = case("q8", 1, head_dim, keys)
     q[:] = 0
     out = np.empty((1, head_dim), np.float32)
     attend(cache, 1, 2, q, np.array([keys]), out)

@@ -67,7 +67,8 @@ def test_the_goldens_as_delivered(name, monkeypatch):
 @pytest.mark.parametrize("config", [DENSE, LLAMA, MOE, ODD], ids=["dense", "llama", "moe", "odd"])
 @pytest.mark.parametrize("wmode", ["f32", "q8", "q4"])
 def test_against_float64(tmp_path, config, wmode):
-    """Sizes that fit no tile. Activations of 15 or 8 bits cost their rounding, and now and then another expert: hence the median over tokens."""
+    """Sizes that fit no tile. Activations of 15 or 8 bits cost their rounding, and now and then another expert: hence the median over
+    tokens."""
     folder = write_checkpoint(tmp_path / "model", config)
     ids = np.random.default_rng(3).integers(0, config["vocab_size"], 75)
     with qwenc.load(folder, wmode=wmode, kv="f32", prefill_batch=32) as engine:

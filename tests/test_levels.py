@@ -59,7 +59,9 @@ def test_a_level_that_is_not_here():
     assert done.returncode == 1 and "QWENC_SIMD=altivec: this machine has" in done.stderr
 
 
-@pytest.mark.parametrize(("features", "expected"), [("+avx2,+fma", "avx2"), ("", "plain"), ("+avx2", "plain"), ("+avxvnni,+avx2,+fma", "avxvnni")])
+@pytest.mark.parametrize(
+    ("features", "expected"), [("+avx2,+fma", "avx2"), ("", "plain"), ("+avx2", "plain"), ("+avxvnni,+avx2,+fma", "avxvnni")]
+)
 def test_levels_follow_the_features(monkeypatch, features, expected):
     from qwenc.kernels import level
 

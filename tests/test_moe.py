@@ -3,7 +3,7 @@
 import naive_forward
 import numpy as np
 import pytest
-from checkpoints import MOE, write_checkpoint
+from checkpoints import MOE, weights, write_checkpoint
 
 import qwenc
 from qwenc.kernels.jit import helper
@@ -64,7 +64,8 @@ def test_huge_logits_do_not_overflow():
 )
 def test_models(tmp_path, changes):
     config = {key: value for key, value in (MOE | changes).items() if value is not None}
-    folder = write_checkpoint(tmp_path / "model", config)
+    held = weights(config | {"mlp_only_layers": [0, 2]} if "decoder_sparse_step" in changes else config)
+    folder = write_checkpoint(tmp_path / "model", config, held)
     ids = np.random.default_rng(1).integers(0, config["vocab_size"], 40)
     with qwenc.load(folder, wmode="f32", kv="f32", prefill_batch=16) as engine:
         wanted = naive_forward.forward(engine.packed, ids, "f32")

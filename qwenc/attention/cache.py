@@ -5,6 +5,7 @@ A page holds all layers and kv heads of its tokens, so the cache grows in one di
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from typing import NamedTuple
 
@@ -61,10 +62,8 @@ def _reserve(shape: tuple[int, ...], dtype: type) -> np.ndarray:
     no_reserve = getattr(mmap, "MAP_NORESERVE", 0)
     buffer = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        with contextlib.suppress(OSError):  # a kernel without huge pages
             buffer.madvise(mmap.MADV_HUGEPAGE)  # fewer TLB misses on long scans
-        except OSError:
-            pass  # a kernel without huge pages
     return np.frombuffer(buffer, dtype, count=int(np.prod(shape))).reshape(shape)
 
 

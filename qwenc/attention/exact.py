@@ -1,7 +1,7 @@
 """Exact attention of a few query rows over pages of the cache, with an online softmax.
 
-A row is one query head of one token. The rows of a call share a kv head, so each key and value is read once for all of them: the heads of a group
-in decode, the heads of a group times a few tokens in prefill.
+A row is one query head of one token. The rows of a call share a kv head, so each key and value is read once for all of them: the heads
+of a group in decode, the heads of a group times a few tokens in prefill.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NO_SCORE = np.float32(-np.inf)
 class Rows(NamedTuple):
     """Query rows and their running attention state, for one thread.
 
-    q, o float32 [rows, head_dim]; m, l (running max and sum), decay, ps, qs float32 [rows]; limit int64 [rows]: keys that a row sees;
+    q, o float32 [rows, head_dim]; m, total (running max and sum), decay, ps, qs float32 [rows]; limit int64 [rows]: keys that a row sees;
     s float32 [rows, 256]: scores of a page; qp int8 [rows·head_dim·2], pp uint8 [rows·256·2]: queries and probabilities in two
     pieces, as the tiles read them; qo int32 [rows, 2].
     """
@@ -38,7 +38,7 @@ class Rows(NamedTuple):
     q: np.ndarray
     o: np.ndarray
     m: np.ndarray
-    l: np.ndarray
+    total: np.ndarray
     decay: np.ndarray
     ps: np.ndarray
     qs: np.ndarray
@@ -73,7 +73,7 @@ def begin(r, rows):
     """Forget what the rows have seen."""
     for i in range(rows):
         r.m[i] = NO_SCORE
-        r.l[i] = np.float32(0.0)
+        r.total[i] = np.float32(0.0)
         for d in range(r.o.shape[1]):
             r.o[i, d] = np.float32(0.0)
 
@@ -155,7 +155,7 @@ def page_values_int8(v, r, rows, cells):
 @helper
 def softmax_page(r, row, keys):
     """Turn the scores of one row into e^(s − m), where the first `keys` count, and move its running max and sum along.
-    The rest of the page becomes 0. Returns nothing; sets r.m, r.l, r.decay."""
+    The rest of the page becomes 0. Returns nothing; sets r.m, r.total, r.decay."""
     at = row * PAGE
     old = r.m[row]
     if keys <= 0:
@@ -180,7 +180,7 @@ def softmax_page(r, row, keys):
         simd.store(r.s, at + i, zero)
     decay = simd.lane(simd.exp(simd.splat(old - new)), 0) if old > NO_SCORE else np.float32(0.0)
     r.decay[row] = decay
-    r.l[row] = r.l[row] * decay + simd.lane_sum(total)
+    r.total[row] = r.total[row] * decay + simd.lane_sum(total)
     r.m[row] = new
 
 

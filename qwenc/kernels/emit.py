@@ -1,8 +1,8 @@
 """Writing SIMD instructions: the LLVM side of the kernels.
 
-A kernel works on 16 lanes (16 rows of a matrix, 16 keys, 16 dimensions of V). An `Emitter` holds them as a list of native vectors, one of 64 bytes
-on AVX-512, two of 32 on AVX2, four of 16 on Arm, and turns "sum of four products in each lane" into the one instruction that does it:
-`vpdpbusd`, `vpmaddubsw`+`vpmaddwd`, `sdot`, or plain code anywhere else. All of them give the same integers.
+A kernel works on 16 lanes (16 rows of a matrix, 16 keys, 16 dimensions of V). An `Emitter` holds them as a list of native vectors, one
+of 64 bytes on AVX-512, two of 32 on AVX2, four of 16 on Arm, and turns "sum of four products in each lane" into the one instruction
+that does it: `vpdpbusd`, `vpmaddubsw`+`vpmaddwd`, `sdot`, or plain code anywhere else. All of them give the same integers.
 
 Needed because Numba widens int32·int32 to int64, which keeps LLVM from seeing an 8-bit dot product.
 """

@@ -1,11 +1,12 @@
 """The one place for JIT options and the JIT cache.
 
-Every kernel is compiled with the same flags: it frees the GIL, divides as NumPy does and never checks bounds. No fast-math flag is used: they would
-remove NaN and infinity logic and let the target decide about contraction, so results would differ from one SIMD level to the next.
+Every kernel is compiled with the same flags: it frees the GIL, divides as NumPy does and never checks bounds. No fast-math flag is
+used: they would remove NaN and infinity logic and let the target decide about contraction, so results would differ from one SIMD level
+to the next.
 
-The cache folder is named after a hash of all kernel sources, the Numba version, the SIMD level and the CPU: Numba itself looks only at the file that a function
-stands in and would serve stale code after an edit of a helper elsewhere. A cache that cannot be written is not used; an entry that cannot be read is
-compiled again.
+The cache folder is named after a hash of all kernel sources, the Numba version, the SIMD level and the CPU: Numba itself looks only at
+the file that a function stands in and would serve stale code after an edit of a helper elsewhere. A cache that cannot be written is not
+used; an entry that cannot be read is compiled again.
 """
 
 from __future__ import annotations

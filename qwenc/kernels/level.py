@@ -59,9 +59,7 @@ def host_features() -> frozenset[str]:
 def available_levels() -> list[Level]:
     """The levels that this machine can run, fastest first. `plain` is always there."""
     machine, features = platform.machine().lower(), host_features()
-    return [
-        level for level in LEVELS if (machine in level.machines or "*" in level.machines) and features.issuperset(level.needs)
-    ]
+    return [level for level in LEVELS if (machine in level.machines or "*" in level.machines) and features.issuperset(level.needs)]
 
 
 def choose_level() -> Level:

@@ -47,9 +47,7 @@ def _quantised(kernel):
     def run(w, stack, tile, acts, token, out, out_at):
         groups = w.codes.shape[2]
         at = (stack * w.codes.shape[1] + tile) * groups
-        kernel(
-            w.codes, at * w.codes.shape[3], w.scales, at * 16, acts.codes, acts.scales, acts.offsets, token, groups, out, out_at
-        )
+        kernel(w.codes, at * w.codes.shape[3], w.scales, at * 16, acts.codes, acts.scales, acts.offsets, token, groups, out, out_at)
 
     return run
 

@@ -1,4 +1,5 @@
-"""Norm, rotary embedding, activation: the small steps between the matrices. Arrays are float32 in memory order; `*_at` are element indices."""
+"""Norm, rotary embedding, activation: the small steps between the matrices. Arrays are float32 in memory order; `*_at` are element
+indices."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
-from qwenc.kernels.emit import F32, F32X16, I8, I32, I32X16, I64, LANES, Emitter, Value
+from qwenc.kernels.emit import F32X16, I8, I32, I32X16, I64, LANES, Emitter, Value
 
 
 class VectorType(types.Type):
@@ -166,8 +166,9 @@ def store_cells(typingctx, array, index, step, vector):
 
 @intrinsic
 def store_two_pieces(typingctx, array, index, step, vector, sums, sums_at):
-    """Round 16 floats within ±16319 to integers n = 128·high + low, low in −64…63 (or, for n ≥ 0 and up to 16383, low in 0…127 when `sums` is
-    None), and write four cells of 8 bytes (4 high, 4 low), `step` bytes apart. Adds the sums of both pieces to sums[sums_at], sums[sums_at + 1]."""
+    """Round 16 floats within ±16319 to integers n = 128·high + low, low in −64…63 (or, for n ≥ 0 and up to 16383, low in 0…127 when
+    `sums` is None), and write four cells of 8 bytes (4 high, 4 low), `step` bytes apart. Adds the sums of both pieces to sums[sums_at],
+    sums[sums_at + 1]."""
     signed = sums is not types.none
 
     def codegen(context, builder, sig, values):

@@ -1,7 +1,7 @@
 """How the threads of a team work together inside one compiled step: a barrier, a work counter, a clock.
 
-A barrier costs a fraction of a microsecond while all threads run. A thread that waits longer (a busy neighbour, more threads than cores) gives its core away instead
-of spinning on.
+A barrier costs a fraction of a microsecond while all threads run. A thread that waits longer (a busy neighbour, more threads than
+cores) gives its core away instead of spinning on.
 """
 
 from __future__ import annotations

@@ -137,16 +137,16 @@ def make_linear_f32(tokens: int) -> Any:
     return tile
 
 
-# ---- attention over int8 keys and values --------------------------------------------------------------------------------------
-# A query is held as 15 bits in two signed bytes, q ≈ scale·(128·high + low), a probability as 14 bits in two bytes below 128: two dot products
-# each, with an error far below that of the 8-bit keys and values.
+# ---- attention over int8 keys and values -------------------------------------------------------------------------------------- A
+# query is held as 15 bits in two signed bytes, q ≈ scale·(128·high + low), a probability as 14 bits in two bytes below 128: two dot
+# products each, with an error far below that of the 8-bit keys and values.
 
 
 def make_scores(rows: int) -> Any:
     """tile(k, k_at, ks, ks_at, q, q_at, qs, qo, row_at, cells, s, s_at, s_step): scores of `rows` queries against 16 keys.
 
-    k int8 [cells][16 keys][4], ks float32 scale per key; q int8 [cells][rows][2 pieces][4], qs float32 scale per row, qo int32 [row][2] −bias·Σ of each piece;
-    cells = head_dim/4. Writes s[s_at + r·s_step + key] = q·k (float32).
+    k int8 [cells][16 keys][4], ks float32 scale per key; q int8 [cells][rows][2 pieces][4], qs float32 scale per row, qo int32 [row][2]
+    −bias·Σ of each piece; cells = head_dim/4. Writes s[s_at + r·s_step + key] = q·k (float32).
     """
 
     @intrinsic

@@ -16,7 +16,8 @@ DEFAULT_THREADS = 4
 
 @dataclass(frozen=True, slots=True)
 class CpuChoice:
-    """threads to run; cores: the CPU of each thread, in order; usable: CPUs in the mask; fast: those of them that are fast; quota: CPUs that the cgroup
+    """threads to run; cores: the CPU of each thread, in order; usable: CPUs in the mask; fast: those of them that are fast; quota: CPUs
+    that the cgroup
     grants, None = no limit; note: one line if less was given than asked for."""
 
     threads: int
@@ -72,9 +73,9 @@ def cgroup_quota(root: Path) -> float | None:
             quota, _, period = text.partition(" ")
             return _ratio(quota, period or "100000")
     for folder in (root / "cpu" / own.get("cpu", "").lstrip("/"), root / "cpu", root / "cpu,cpuacct"):
-        quota = _text(folder / "cpu.cfs_quota_us")
-        if quota:
-            return _ratio(quota, _text(folder / "cpu.cfs_period_us") or "100000")
+        limit = _text(folder / "cpu.cfs_quota_us")
+        if limit:
+            return _ratio(limit, _text(folder / "cpu.cfs_period_us") or "100000")
     return None
 
 

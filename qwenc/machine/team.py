@@ -28,7 +28,8 @@ class ThreadTeam:
             thread.start()
 
     def run(self, function: Callable[[int], Any], on_interrupt: Callable[[], None] | None = None) -> None:
-        """Call function(rank) on every thread; wait for all, even through Ctrl-C (then `on_interrupt` is called, to ask the threads to leave early, and
+        """Call function(rank) on every thread; wait for all, even through Ctrl-C (then `on_interrupt` is called, to ask the threads to
+        leave early, and
         KeyboardInterrupt raised once they have). The first error of a thread is raised here."""
         for jobs in self._jobs:
             jobs.put(function)

@@ -1,7 +1,8 @@
 """One token through the model, as every thread of the team runs it.
 
-What is cheap (norms, quantising activations) each thread does for itself, which saves a barrier; matrices are split by rows, attention by kv head and
-part of the context. Residual rows belong to the thread that computed them, so nothing is ever summed in an order that depends on the threads.
+What is cheap (norms, quantising activations) each thread does for itself, which saves a barrier; matrices are split by rows, attention
+by kv head and part of the context. Residual rows belong to the thread that computed them, so nothing is ever summed in an order that
+depends on the threads.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from qwenc.kernels.records import new_acts
 from qwenc.kernels.sync import barrier, chunk_of, claim, lap, now_ns, stopped
 from qwenc.model.moe import experts_one
 from qwenc.model.overloads import is_absent, quantised
-from qwenc.model.records import ATTN, DOWN, GATE_UP, KV, LM_HEAD, NORM, OTHER_LOOP, QKV, ROPE, SPANS, O
+from qwenc.model.records import ATTN, DOWN, GATE_UP, KV, LM_HEAD, NORM, OTHER_LOOP, OUT, QKV, ROPE, SPANS
 
 
 @jit
@@ -48,7 +49,7 @@ def decode_step(team, w, shape, cache, b, token, position, cos, sin):
 
         prepare(w.o, b.attn, 0, acts, 1, 0)
         matrix_rows_added(team, phase + 3, w.o, layer, acts, b.x)
-        now = lap(team, O, now)
+        now = lap(team, OUT, now)
 
         rms_norm(b.x, 0, w.post_norm, layer * shape.hidden_room, shape.hidden, shape.eps, normed, 0)
         dense = w.mlp[layer]
@@ -162,11 +163,11 @@ def attend(team, phase, w, shape, cache, b, rows, layer, position, cos, sin, now
             attend_page(cache, page, layer, head, rows, group, min(PAGE, keys - page * PAGE))
         for i in range(group):
             if spans == 1:
-                scale = np.float32(1.0) / rows.l[i]
+                scale = np.float32(1.0) / rows.total[i]
                 scale_into(rows.o, i * shape.head_room, scale, b.attn, (head * group + i) * shape.head_room, shape.head_room)
             else:
                 b.part_m[item, i] = rows.m[i]
-                b.part_l[item, i] = rows.l[i]
+                b.part_l[item, i] = rows.total[i]
                 scale_into(rows.o, i * shape.head_room, np.float32(1.0), b.part_o, (item * group + i) * shape.head_room, shape.head_room)
         now = lap(team, ATTN, now)
         item = claim(team, phase)

@@ -59,7 +59,8 @@ class Sequence:
         self._prefill_buffers: dict[tuple[int, bool], Buffers] = {}
 
     def extend(self, ids: np.ndarray, *, all_logits: bool = False) -> np.ndarray:
-        """Prefill one mini-batch of at most prefill_batch token ids. Returns float32 logits: [vocab] after the last, or [n, vocab] (a view, valid until the
+        """Prefill one mini-batch of at most prefill_batch token ids. Returns float32 logits: [vocab] after the last, or [n, vocab] (a
+        view, valid until the
         next step). Raises UsageError beyond the capacity, QwencError for logits that are not finite."""
         count = len(ids)
         self._check_room(count)
@@ -67,9 +68,7 @@ class Sequence:
         cos, sin = self.model.angles(self.length, count)
         weights, shape = self.model.prefill_weights, self.model.shape
         tokens = np.ascontiguousarray(ids, np.int64)
-        self._run(
-            lambda team: prefill_step(team, weights, shape, self.cache, buffers, tokens, self.length, cos, sin, all_logits)
-        )
+        self._run(lambda team: prefill_step(team, weights, shape, self.cache, buffers, tokens, self.length, cos, sin, all_logits))
         self.length += count
         vocab = self.model.config.vocab_size
         return self._checked(buffers.logits[:count, :vocab] if all_logits else buffers.logits[0, :vocab])
@@ -88,7 +87,9 @@ class Sequence:
         team = Team(0, self.model.team.size, self._sync, self._claims, self.timer, self._health)
         cos, sin = self.model.angles(0, 1)
         shape, ids = self.model.shape, np.zeros(1, np.int64)
-        jobs = [(prefill_step, (team, self.model.prefill_weights, shape, self.cache, self._buffers_for(1, False), ids, 0, cos, sin, False))]
+        jobs: list[tuple[Any, tuple]] = [
+            (prefill_step, (team, self.model.prefill_weights, shape, self.cache, self._buffers_for(1, False), ids, 0, cos, sin, False))
+        ]
         if decode:
             jobs.append((decode_step, (team, self.model.decode_weights, shape, self.cache, self._decode_buffers, 0, 0, cos, sin)))
         told: list[bool] = []

@@ -17,7 +17,7 @@ from qwenc.kernels.records import TILE, new_acts
 from qwenc.kernels.sync import barrier, chunk_of, claim, lap, now_ns, stopped
 from qwenc.model.moe import experts_many
 from qwenc.model.overloads import is_absent, quantised
-from qwenc.model.records import ATTN, DOWN, GATE_UP, LM_HEAD, NORM, OTHER_LOOP, QKV, ROPE, O
+from qwenc.model.records import ATTN, DOWN, GATE_UP, LM_HEAD, NORM, OTHER_LOOP, OUT, QKV, ROPE
 
 QUERY_ROWS = 32  # rows (tokens × heads of a group) that one piece of attention work holds
 PHASES_PER_LAYER = 13
@@ -52,7 +52,7 @@ def prefill_step(team, w, shape, cache, b, ids, position, cos, sin, all_logits):
         prepare_rows_of(team, phase + 4, w.o, tokens, b.attn, b.attn.shape[1], b)
         now = lap(team, NORM, now)
         matrix_tokens_added(team, phase + 5, w.o, layer, tokens, b.acts, b.x)
-        now = lap(team, O, now)
+        now = lap(team, OUT, now)
 
         dense = w.mlp[layer]
         if dense >= 0:
@@ -244,7 +244,7 @@ def attend_tokens(team, phase, shape, cache, b, rows, layer, tokens, position):
         for page in range((keys + PAGE - 1) // PAGE):
             attend_page(cache, page, layer, head, rows, used, min(PAGE, keys - page * PAGE))
         for row in range(used):
-            scale = np.float32(1.0) / rows.l[row]
+            scale = np.float32(1.0) / rows.total[row]
             out = (first + row // group) * width + (head * group + row % group) * shape.head_room
             scale_into(rows.o, row * shape.head_room, scale, b.attn, out, shape.head_room)
         item = claim(team, phase)

@@ -30,9 +30,9 @@ class Shape(NamedTuple):
 class Weights(NamedTuple):
     """Every tensor of a model in one weight format. Matrices are Q4, Q8 or F32 stacks (kernels/records.py), None where the model has none.
 
-    input_norm, post_norm float32 [layers, hidden_room]; q_norm, k_norm [layers, head_room] (empty without q/k norm); final_norm [hidden_room];
-    router float32 [moe layers, experts, hidden_room]; mlp int64 [layers]: index into the dense stack, or −1 − index into the
-    expert stack.
+    input_norm, post_norm float32 [layers, hidden_room]; q_norm, k_norm [layers, head_room] (empty without q/k norm); final_norm
+    [hidden_room]; router float32 [moe layers, experts, hidden_room]; mlp int64 [layers]: index into the dense stack, or −1 − index into
+    the expert stack.
     """
 
     embed: Any
@@ -65,18 +65,18 @@ class Team(NamedTuple):
 
 
 # slots of Team.timer, in the order of timing.DECODE_FIELDS
-QKV, ATTN, O, GATE_UP, DOWN, LM_HEAD, NORM, ROPE, KV, SILU, OTHER_LOOP = range(11)
+QKV, ATTN, OUT, GATE_UP, DOWN, LM_HEAD, NORM, ROPE, KV, SILU, OTHER_LOOP = range(11)
 TIMER_SLOTS = 12
 
 
 class Buffers(NamedTuple):
     """Run state of a mini-batch of `tokens` tokens (1 in decode), float32, shared by the team.
 
-    x [tokens, hidden_room] residual stream; qkv [tokens, qkv rows]; attn [tokens, heads·head_room]; ffn [tokens or tokens·experts_per_token,
-    ffn width]; logits [tokens, vocabulary rows] or [1, …]; acts: activations as matrices read them.
-    part_o [kv_heads·SPANS, group, head_room], part_m, part_l [kv_heads·SPANS, group]: attention of parts of a long context.
-    gate float32 [tokens, experts]; choice int64, choice_weight float32 [tokens, experts_per_token]; place int64 [tokens, experts_per_token]: row of an assignment in the
-    order by expert; expert_tile int64 [experts + 1]: first token tile of an expert; y [places, hidden_room].
+    x [tokens, hidden_room] residual stream; qkv [tokens, qkv rows]; attn [tokens, heads·head_room]; ffn [tokens or
+    tokens·experts_per_token, ffn width]; logits [tokens, vocabulary rows] or [1, …]; acts: activations as matrices read them. part_o
+    [kv_heads·SPANS, group, head_room], part_m, part_l [kv_heads·SPANS, group]: attention of parts of a long context. gate float32
+    [tokens, experts]; choice int64, choice_weight float32 [tokens, experts_per_token]; place int64 [tokens, experts_per_token]: row of
+    an assignment in the order by expert; expert_tile int64 [experts + 1]: first token tile of an expert; y [places, hidden_room].
     """
 
     x: np.ndarray
