@@ -19,6 +19,8 @@ from qwenc.errors import QwencError
 from qwenc.machine.folders import cache_root
 from qwenc.report import SILENT, Reporter
 
+QUANTISER = "2"  # to be raised whenever a conversion gives other numbers than before
+
 # A conversion that holds more than was asked for serves too.
 _SERVED_BY = {"q4": ("q4", "dual"), "q8": ("q8", "dual"), "dual": ("dual",), "f32": ("f32",)}
 
@@ -55,7 +57,7 @@ def cached_conversion(folder: Path, label: str, wmode: str, reporter: Reporter) 
 
 def _key(content: str, shards: Shards) -> str:
     """Changes with the content, as far as can be told without reading the weights, with their modification times, and with the format."""
-    digest = hashlib.sha256(f"{VERSION} {content}".encode())
+    digest = hashlib.sha256(f"{VERSION} {QUANTISER} {content}".encode())
     for name, file in shards.files.items():
         digest.update(f"{name} {os.stat(file.path).st_mtime_ns}".encode())
     return digest.hexdigest()[:16]
