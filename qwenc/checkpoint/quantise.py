@@ -107,7 +107,8 @@ def _as_half(x):
 def _q8_scales(tiles, extreme_codes, scales):
     """The scale of least squared error among those that map the extreme weight to one of `extreme_codes`.
 
-    max|w|/127 is not the best: weights that were on a grid before (a dequantised checkpoint) fall back onto it with a slightly larger scale.
+    max|w|/127 is not the best: weights that were on a grid before (a dequantised checkpoint) fall back onto it with a slightly larger
+    scale.
     """
     weights = np.empty((GROUP, TILE), np.float32)
     extreme = np.empty(TILE, np.float32)
