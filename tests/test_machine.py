@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from qwenc.errors import QwencError
 from qwenc.machine.cpus import cgroup_quota, choose_cpus
 from qwenc.machine.team import ThreadTeam
 
@@ -116,3 +117,32 @@ def test_an_error_in_a_thread_reaches_the_caller():
     team.run(lambda rank: None)
     team.close()
     assert threading.active_count() < 50
+
+
+def test_a_closed_team_and_a_forked_one_refuse():
+    team = ThreadTeam([0], pin=False)
+    team._process = -1  # as a forked child sees it
+    with pytest.raises(QwencError, match="forked"):
+        team.run(lambda rank: None)
+    team._process = os.getpid()
+    team.close()
+    with pytest.raises(QwencError, match="closed"):
+        team.run(lambda rank: None)
+
+
+def test_runs_from_several_threads_do_not_mix():
+    team = ThreadTeam([0, 0], pin=False)
+    inside, most = [], []
+
+    def work(rank):
+        inside.append(rank)
+        most.append(len(inside))
+        inside.remove(rank)
+
+    callers = [threading.Thread(target=lambda: [team.run(work) for _ in range(50)]) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert len(most) == 400 and max(most) <= 2
+    team.close()

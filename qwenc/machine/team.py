@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from qwenc.errors import QwencError
+
 
 class ThreadTeam:
     """`run(function)` calls function(rank) on every thread and returns when all are done. Close it to end the threads."""
@@ -18,6 +20,8 @@ class ThreadTeam:
     def __init__(self, cores: Sequence[int], *, pin: bool = True):
         self.size = len(cores)
         self.pin_error: str | None = None
+        self._process = os.getpid()
+        self._one_at_a_time = threading.Lock()  # steps meet at one barrier: two at once would mix
         self._jobs: list[queue.SimpleQueue] = [queue.SimpleQueue() for _ in cores]
         self._done: queue.SimpleQueue = queue.SimpleQueue()
         self._threads = [
@@ -29,8 +33,16 @@ class ThreadTeam:
 
     def run(self, function: Callable[[int], Any], on_interrupt: Callable[[], None] | None = None) -> None:
         """Call function(rank) on every thread; wait for all, even through Ctrl-C (then `on_interrupt` is called, to ask the threads to
-        leave early, and
-        KeyboardInterrupt raised once they have). The first error of a thread is raised here."""
+        leave early, and KeyboardInterrupt raised once they have). The first error of a thread is raised here. Calls from several
+        threads wait for each other. Raises QwencError once closed, or in a forked child, which has none of the threads."""
+        if os.getpid() != self._process:
+            raise QwencError("the engine was loaded before this process was forked: load it in the process that uses it")
+        with self._one_at_a_time:
+            if not self._jobs:
+                raise QwencError("the engine is closed")
+            self._run(function, on_interrupt)
+
+    def _run(self, function: Callable[[int], Any], on_interrupt: Callable[[], None] | None) -> None:
         for jobs in self._jobs:
             jobs.put(function)
         interrupt: KeyboardInterrupt | None = None
