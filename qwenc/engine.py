@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,8 +24,6 @@ from qwenc.text.stream import StopStrings, TextOutput
 from qwenc.text.template import ChatTemplate, find_template
 from qwenc.text.tokenizer import Tokenizer
 from qwenc.timing import Timings, TokenTiming
-
-GREEDY = SamplingParams()
 
 
 @dataclass(slots=True)
@@ -66,6 +65,9 @@ class Engine:
         choice = choose_cpus(settings.threads)
         if choice.note:
             reporter.note(choice.note)
+        trained = self.config.max_position_embeddings
+        if settings.ctx_size and settings.ctx_size > trained:
+            reporter.note(f"a context of {settings.ctx_size} tokens is more than the {trained} that the model was made for")
         self.threads, self.cores = choice.threads, list(choice.cores) if settings.pin else []
 
         from qwenc.machine.team import ThreadTeam
@@ -122,7 +124,12 @@ class Engine:
         prompt: str | Sequence[int],
         *,
         max_tokens: int = 256,
-        sampling: SamplingParams = GREEDY,
+        temp: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repeat_penalty: float = 1.0,
+        seed: int | None = None,
         stop: Sequence[str] = (),
         ignore_eos: bool = False,
         raw: bool = False,
@@ -133,18 +140,21 @@ class Engine:
     ) -> Iterator[Step]:
         """Complete a prompt (text, or token ids as they are). Yields a Step per token; the last one tells why it ended and what it took.
 
+        Greedy unless temp is above 0; qwenc.sampling.SamplingParams tells what temp … seed mean, qwenc.text.prompt.encode_prompt what raw …
+        template_kwargs do; dec_prof adds a TokenTiming to every step.
         Ends at an end-of-sequence id (unless ignore_eos), at a stop string, after max_tokens, or when the context is full.
         Raises UsageError for an empty prompt or one longer than the context, QwencError for logits that are not finite.
         """
+        sampling = SamplingParams(temp, top_k, top_p, min_p, repeat_penalty, seed)
         if isinstance(prompt, str):
             prompt = self.encode_prompt(prompt, raw=raw, system=system, think=think, template_kwargs=template_kwargs)
         ids = self._checked_ids(prompt)
         if stop and self.tokenizer is None:
             raise UsageError("stop strings need a tokenizer, and this checkpoint has none")
-        if max_tokens < 0:
-            raise UsageError(f"max_tokens must be at least 0, not {max_tokens}")
+        if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 0:
+            raise UsageError(f"max_tokens must be a whole number of at least 0, not {max_tokens!r}")
         if len(ids) > self.context_size:
-            raise UsageError(f"the prompt has {len(ids)} tokens, the context holds {self.context_size}")
+            raise UsageError(f"the prompt has {len(ids)} tokens, the context holds {self.context_size} (--ctx-size, ctx_size)")
         StopStrings(stop)
         return self._steps(ids, max_tokens, Sampler(sampling, self._vocab_limit), stop, ignore_eos, dec_prof)
 
@@ -207,7 +217,10 @@ class Engine:
         return min(self.tokenizer.vocab_size, self.config.vocab_size) if self.tokenizer else None
 
     def _checked_ids(self, ids: Sequence[int]) -> list[int]:
-        checked = [int(i) for i in ids]
+        try:
+            checked = [operator.index(i) for i in ids]
+        except TypeError:
+            raise UsageError(f"token ids must be whole numbers, not {ids!r:.60}") from None
         if not checked:
             raise UsageError("the prompt is empty")
         for i in checked:

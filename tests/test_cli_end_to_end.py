@@ -62,7 +62,7 @@ def test_stream_json_and_no_stream_agree(cli, whole):
     assert whole["text"] == tokenizer.decode(whole["ids"])
     for args in ([], ["--no-stream"]):
         code, out, _ = cli("--ignore-eos", "-n", 60, *args, "hello")
-        assert (code, out.decode()) == (0, whole["text"])
+        assert (code, out.decode()) == (0, whole["text"] + "\n")
     assert cli("--ignore-eos", "-n", 60, stdin=b"hello")[1].decode() == whole["text"]
 
 

@@ -82,13 +82,13 @@ def test_a_full_disk_is_one_line_and_exit_1(args, unbuffered):
 @needs_dev_full
 def test_a_full_stderr_harms_nobody():
     done = shell("$Q -m M hi 2> /dev/full")
-    assert (done.returncode, done.stdout.decode()) == (0, "Hello wörld")
+    assert (done.returncode, done.stdout.decode()) == (0, "Hello wörld\n")
 
 
 def test_closed_standard_streams():
     done = shell("$Q -m M hi >&-")
     assert done.returncode == 1 and done.stderr.decode().splitlines()[-1] == "qwenc: error: cannot write the output: stdout is closed"
-    assert shell("$Q -m M hi 2>&-").stdout.decode() == "Hello wörld"
+    assert shell("$Q -m M hi 2>&-").stdout.decode() == "Hello wörld\n"
     done = shell("$Q -m M <&-")
     assert done.returncode == 2 and b"stdin is closed" in done.stderr
     done = shell("$Q -m M < /dev/null")
@@ -105,14 +105,14 @@ def test_output_that_does_not_block_arrives_whole(unbuffered):
         os.close(write_end)
         time.sleep(0.5)
         with open(read_end, "rb") as reader:
-            assert reader.read().decode() == "wörd " * 60000
+            assert reader.read().decode() == "wörd " * 60000 + "\n"
     assert process.returncode == 0
 
 
 def test_bytes_do_not_depend_on_the_locale():
     for locale in ("C", "POSIX"):
         done = shell("$Q -m M -q hi", {"pieces": ["é👍🏽 \ud83d"[:-1]]}, LC_ALL=locale, PYTHONCOERCECLOCALE="0", PYTHONUTF8="0")
-        assert done.stdout.decode() == "é👍🏽 "
+        assert done.stdout.decode() == "é👍🏽 \n"
 
 
 @pytest.mark.parametrize("args", [[], ["--json"], ["--no-stream"]])
@@ -170,7 +170,7 @@ def test_a_terminal_without_a_prompt_does_not_hang():
 def test_stdout_in_a_file_holds_no_escape_whatever_stderr_is():
     for more in ({}, {"FORCE_COLOR": "1"}, {"TERM": "dumb"}, {"NO_COLOR": "1"}):
         code, _, piped = on_terminal(["-m", "M", "hi"], out_too=False, **more)
-        assert (code, piped) == (0, "Hello wörld")
+        assert (code, piped) == (0, "Hello wörld\n")
 
 
 @pytest.mark.parametrize(

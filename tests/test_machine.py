@@ -1,7 +1,10 @@
 """Threads and cores: masks, quotas, hybrid CPUs, and a team that neither hangs nor widens what it was given."""
 
 import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -146,3 +149,50 @@ def test_runs_from_several_threads_do_not_mix():
         caller.join()
     assert len(most) == 400 and max(most) <= 2
     team.close()
+
+
+INTERRUPTED = """
+import signal, threading, time
+from qwenc.machine.team import ThreadTeam
+team = ThreadTeam([0, 0], pin=False)
+leave = threading.Event()
+main = threading.main_thread().ident
+def pester():
+    while not leave.is_set():
+        signal.pthread_kill(main, signal.SIGINT)
+        time.sleep(0.0003)
+both, ranks = threading.Barrier(2), []
+def work(rank):  # like a step: hangs unless both ranks come exactly once
+    both.wait(20)
+    ranks.append(rank)
+signal.signal(signal.SIGINT, lambda *_: None)
+pesterer = threading.Thread(target=pester, daemon=True)
+pesterer.start()
+runs = 0
+end = time.monotonic() + 4
+while time.monotonic() < end:
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        team.run(work)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        for _ in range(100):
+            try:
+                signal.signal(signal.SIGINT, lambda *_: None)
+                break
+            except KeyboardInterrupt:
+                pass
+    runs += 1
+leave.set()
+pesterer.join()
+team.run(lambda rank: None)
+assert 10 < ranks.count(0) == ranks.count(1) <= runs, (ranks.count(0), ranks.count(1), runs)
+print("ok", runs)
+"""
+
+
+def test_interrupts_at_any_moment_neither_hang_nor_split_a_team():
+    """Ctrl-C used to hang when it came between the end of a wait and its next line."""
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60, cwd=Path(__file__).parent.parent)
+    assert done.returncode == 0 and done.stdout.startswith("ok"), done.stderr

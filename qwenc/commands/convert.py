@@ -9,7 +9,7 @@ import click
 
 from qwenc.commands.model_path import find_unconverted
 from qwenc.commands.outcome import show_bytes
-from qwenc.commands.params import Command, color_option, option, quiet_option
+from qwenc.commands.params import Command, FileName, color_option, option, quiet_option
 from qwenc.commands.progress import ScreenReporter
 from qwenc.commands.screen import wants_color
 from qwenc.errors import QwencError, UsageError
@@ -22,7 +22,7 @@ Example:
 
 
 @click.command(cls=Command, epilog=EPILOG, short_help="Write a checkpoint as one packed file.")
-@click.argument("model")
+@click.argument("model", type=FileName())
 @click.argument("out", type=click.Path(dir_okay=False, path_type=Path))
 @option("--wmode", type=click.Choice(WMODES), default=WMODES[0], show_default=True, help="Weights: dual holds both q8 and q4.")
 @option("--force", is_flag=True, help="Replace OUT if it exists.")

@@ -25,7 +25,7 @@ def env(as_json: bool) -> None:
 
 def describe() -> dict[str, Any]:
     from qwenc.kernels import jit
-    from qwenc.machine.describe import describe as describe_machine
+    from qwenc.machine.description import describe as describe_machine
     from qwenc.machine.folders import cache_root
     from qwenc.version import __version__
 

@@ -13,7 +13,7 @@ import click
 from qwenc.commands.env import table
 from qwenc.commands.model_path import find_unconverted
 from qwenc.commands.outcome import show_bytes, to_json
-from qwenc.commands.params import Command, json_option, option, quiet_option
+from qwenc.commands.params import Command, FileName, json_option, option, quiet_option
 from qwenc.commands.progress import ScreenReporter
 from qwenc.commands.screen import one_line, write_out
 from qwenc.errors import UsageError
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=Command, short_help="Show a model's shapes, sizes, RoPE, end tokens and template.")
-@click.argument("model", required=False, envvar="QWENC_MODEL")
+@click.argument("model", type=FileName(), required=False, envvar="QWENC_MODEL")
 @json_option("Print one JSON object.")
 @option("--offline", is_flag=True, help="Never ask the Hub.")
 @quiet_option()

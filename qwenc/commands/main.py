@@ -80,6 +80,8 @@ def _explain(error: Exception) -> tuple[str, int]:
         return str(error), error.exit_code
     if isinstance(error, click.ClickException):
         return _usage_text(error), error.exit_code
+    if isinstance(error, ModuleNotFoundError):
+        return f"the Python package {error.name} is missing: install qwenc with what it needs (pip install .)", FAILED
     if isinstance(error, MemoryError):
         return f"out of memory{': ' if str(error) else ''}{error}", FAILED
     if isinstance(error, OSError) and error.strerror:

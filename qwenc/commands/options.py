@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from qwenc.commands.model_path import packed_wmode
-from qwenc.commands.params import color_option, json_option, option, quiet_option, verbose_option
+from qwenc.commands.params import FileName, WholeNumber, color_option, json_option, option, quiet_option, verbose_option
 from qwenc.commands.prompt_input import argument_text, read_prompt, template_arguments
 from qwenc.errors import UsageError
 from qwenc.settings import KV_TYPES, WMODES, Settings
@@ -21,16 +21,19 @@ _OPTIONS = (
         "-p", "--prompt", "prompt_option", metavar="TEXT", help="The prompt, even one that is named like a command or starts with a dash."
     ),
     option(
-        "-f", "--file", metavar="PATH", help="Read the prompt from a UTF-8 file: its bytes as they are, less a byte order mark. - is stdin."
+        *("-f", "--file"),
+        type=FileName(),
+        metavar="PATH",
+        help="Read the prompt from a UTF-8 file: its bytes as they are, less a byte order mark. - is stdin.",
     ),
-    option("-m", "--model", metavar="MODEL", help="Checkpoint folder, packed file or Hub id such as Qwen/Qwen3-0.6B."),
+    option("-m", "--model", type=FileName(), metavar="MODEL", help="Checkpoint folder, packed file or Hub id (Qwen/Qwen3-0.6B)."),
     # the prompt
     option("-s", "--system", metavar="TEXT", help="System prompt of the chat."),
     option("--think/--no-think", default=None, help="Turn the template's thinking on or off. Default: as the template does."),
     option("--chat-template-kwargs", metavar="JSON", help="More variables for the chat template, a JSON object; they win over --think."),
     option("--raw", is_flag=True, help="Complete the text as it is: no chat template, and control tokens spelled in it count."),
     # how long
-    option("-n", "--max-tokens", type=click.IntRange(min=0), default=256, show_default=True, metavar="N", help="Most tokens to generate."),
+    option("-n", "--max-tokens", type=WholeNumber(min=0), default=256, show_default=True, metavar="N", help="Most tokens to generate."),
     option("-c", "--ctx-size", type=int, metavar="N", help="Most tokens of prompt and answer. Default: what the model was made for."),
     option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable. It may span tokens."),
     option("--ignore-eos", is_flag=True, help="Generate on past the model's end tokens."),

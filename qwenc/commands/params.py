@@ -13,6 +13,26 @@ from qwenc.commands.screen import write_out
 HELP_NAMES = ["-h", "--help"]
 
 
+class FileName(click.ParamType):
+    """A name that the shell completes as a file; whoever opens it judges it."""
+
+    name = "path"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list:
+        from click.shell_completion import CompletionItem
+
+        return [CompletionItem(incomplete, type="file")]
+
+
+class WholeNumber(click.IntRange):
+    """click's IntRange, in plain words."""
+
+    name = "whole number"
+
+    def _describe_range(self) -> str:
+        return f"at least {self.min}" if self.max is None else super()._describe_range()
+
+
 class Option(click.Option):
     """An option that the environment can set too: --max-tokens is QWENC_MAX_TOKENS. A repeatable one takes the variable as one value."""
 

@@ -14,7 +14,7 @@ from qwenc.commands.options import RunOptions, read_options, run_options
 from qwenc.commands.outcome import Outcome, summary_line, timings_record, to_json
 from qwenc.commands.params import Command
 from qwenc.commands.progress import ScreenReporter
-from qwenc.commands.screen import is_terminal, say, wants_color, write_out
+from qwenc.commands.screen import say, wants_color, write_out
 
 INTERRUPTED = 130
 
@@ -25,10 +25,10 @@ Examples:
   git diff | qwenc -s "Write a commit message for this diff."     (with QWENC_MODEL set)
   qwenc -f question.txt --json --temp 0.7 --top-p 0.8 --seed 1 > answer.json
 
-Every option can be set as a variable QWENC_<OPTION>: QWENC_MODEL, QWENC_MAX_TOKENS, QWENC_THINK=0 …; the command line wins.
-stdout holds the model's text only, byte for byte; a line end is added only on a terminal. With --echo the prompt comes first, as it
-was given (in a chat on its own line).
-Exit codes: 0 done (or the reader of stdout left), 1 failure, 2 wrong usage, 130 Ctrl-C (what was generated stays).
+Every option can be set as a variable QWENC_<OPTION>: QWENC_MODEL, QWENC_MAX_TOKENS, QWENC_THINK=0 …; the command line wins. stdout
+holds the model's text only; a line end is added if it has none (--json has the text to the byte). With --echo the prompt comes first,
+as it was given (in a chat on its own line). Exit codes: 0 done (or the reader of stdout left), 1 failure, 2 wrong usage, 130 Ctrl-C
+(what was generated stays).
 """
 
 
@@ -74,7 +74,7 @@ def _generate(engine: Any, options: RunOptions, sampling: Any, reporter: ScreenR
     steps = engine.generate(
         ids,
         max_tokens=options.max_tokens,
-        sampling=sampling,
+        **asdict(sampling),
         stop=options.stop,
         ignore_eos=options.ignore_eos,
         dec_prof=options.dec_prof,
@@ -98,7 +98,7 @@ def _generate(engine: Any, options: RunOptions, sampling: Any, reporter: ScreenR
 
 
 def _print_end(outcome: Outcome, record: dict[str, Any], options: RunOptions) -> None:
-    """What was not streamed; on a terminal, the line end that the text lacks."""
+    """What was not streamed, and the line end that the text lacks: the last line of a text file ends too."""
     if options.as_json:
         write_out(to_json(record))
         return
@@ -108,8 +108,7 @@ def _print_end(outcome: Outcome, record: dict[str, Any], options: RunOptions) ->
 
 
 def _end_line(text: str) -> None:
-    """Ends an unfinished last line, on a terminal only: piped text stays as the model wrote it."""
-    if is_terminal(sys.stdout) and text and not text.endswith("\n"):
+    if text and not text.endswith("\n"):
         write_out("\n")
 
 

@@ -44,8 +44,37 @@ def helper(function: F) -> F:
     return numba.njit(nogil=True, error_model="numpy", boundscheck=False)(function)
 
 
+class _Locator(caching._CacheLocator):
+    """All kernels in one folder, whose name tells their version: where the sources stand and when they were installed does not matter."""
+
+    def __init__(self, function: Any, _file: str):
+        self._line = function.__code__.co_firstlineno
+
+    def ensure_cache_path(self) -> None:
+        pass  # made when it was chosen
+
+    def get_cache_path(self) -> str:
+        return str(CACHE_DIR)
+
+    def get_source_stamp(self) -> Any:
+        return CACHE_DIR.name if CACHE_DIR else None
+
+    def get_disambiguator(self) -> str:
+        return str(self._line)
+
+    @classmethod
+    def from_function(cls, function: Any, file: str) -> Any:
+        return cls(function, file)
+
+
+class _Implementation(caching.CompileResultCacheImpl):
+    _locator_classes = [_Locator]  # noqa: RUF012 (as the base class has it)
+
+
 class _ForgivingCache(caching.FunctionCache):
     """Numba's cache, except that a damaged entry or a full disk costs a compilation instead of the run."""
+
+    _impl_class = _Implementation
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
@@ -110,5 +139,3 @@ try:
     CACHE_DIR = _choose_cache_dir()
 except OSError:  # the sources cannot be read (a zip install): nothing to name the folder after
     CACHE_DIR = None
-if CACHE_DIR is not None:
-    numba.config.CACHE_DIR = str(CACHE_DIR)

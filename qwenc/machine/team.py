@@ -5,6 +5,7 @@ The calling thread only waits (so Ctrl-C reaches it at once) and is never pinned
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
@@ -12,6 +13,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from qwenc.errors import QwencError
+
+
+class _Job:
+    """One call of `run`. taken: which ranks have begun; errors: one entry per rank that is done, None if all went well."""
+
+    def __init__(self, function: Callable[[int], Any], size: int):
+        self.function = function
+        self.taken = [False] * size
+        self.errors: list[BaseException | None] = []
 
 
 class ThreadTeam:
@@ -23,7 +33,7 @@ class ThreadTeam:
         self._process = os.getpid()
         self._one_at_a_time = threading.Lock()  # steps meet at one barrier: two at once would mix
         self._jobs: list[queue.SimpleQueue] = [queue.SimpleQueue() for _ in cores]
-        self._done: queue.SimpleQueue = queue.SimpleQueue()
+        self._wake: queue.SimpleQueue = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._serve, args=(rank, core if pin else None), name=f"qwenc-{rank}", daemon=True)
             for rank, core in enumerate(cores)
@@ -43,25 +53,27 @@ class ThreadTeam:
             self._run(function, on_interrupt)
 
     def _run(self, function: Callable[[int], Any], on_interrupt: Callable[[], None] | None) -> None:
-        for jobs in self._jobs:
-            jobs.put(function)
+        """KeyboardInterrupt may strike between any two of these instructions. So whatever it may cut off is done again without harm,
+        and the
+        wait asks what the threads have done, not what it has heard from them."""
+        job = _Job(function, self.size)
         interrupt: KeyboardInterrupt | None = None
-        errors = []
-        for _ in self._jobs:
-            while True:
-                try:
-                    error = self._done.get()
-                    break
-                except KeyboardInterrupt as caught:
-                    interrupt = caught
-                    if on_interrupt:
-                        on_interrupt()
-            if error is not None:
-                errors.append(error)
+        while len(job.errors) < self.size:
+            try:
+                if interrupt is not None and on_interrupt is not None:
+                    on_interrupt()
+                for jobs in self._jobs:
+                    jobs.put(job)  # twice, after an interrupt here: a thread takes a job only once
+                while len(job.errors) < self.size:
+                    with contextlib.suppress(queue.Empty):
+                        self._wake.get(timeout=0.1)
+            except KeyboardInterrupt as caught:
+                interrupt = caught
         if interrupt is not None:
             raise interrupt
-        if errors:
-            raise errors[0]
+        for error in job.errors:
+            if error is not None:
+                raise error
 
     def close(self) -> None:
         """End the threads. Safe to call twice."""
@@ -73,13 +85,17 @@ class ThreadTeam:
         if core is not None:
             self._pin(core)
         jobs = self._jobs[rank]
-        while (function := jobs.get()) is not None:
+        while (job := jobs.get()) is not None:
+            if job.taken[rank]:
+                continue
+            job.taken[rank] = True
+            error = None
             try:
-                function(rank)
-            except BaseException as error:
-                self._done.put(error)
-            else:
-                self._done.put(None)
+                job.function(rank)
+            except BaseException as caught:
+                error = caught
+            job.errors.append(error)
+            self._wake.put(None)
 
     def _pin(self, core: int) -> None:
         """Bind the calling thread (0 = itself) to one core, where the system lets us."""

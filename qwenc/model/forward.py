@@ -96,7 +96,7 @@ class Sequence:
 
         def tell() -> None:
             if not told:
-                reporter.note("compiling the kernels for this CPU, once: about half a minute")
+                reporter.note("compiling the kernels for these settings, once: about half a minute")
                 told.append(True)
 
         with compiling(tell):
