@@ -63,7 +63,7 @@ def test_stream_json_and_no_stream_agree(cli, whole):
     for args in ([], ["--no-stream"]):
         code, out, _ = cli("--ignore-eos", "-n", 60, *args, "hello")
         assert (code, out.decode()) == (0, whole["text"] + "\n")
-    assert cli("--ignore-eos", "-n", 60, stdin=b"hello")[1].decode() == whole["text"]
+    assert cli("--ignore-eos", "-n", 60, stdin=b"hello")[1].decode() == whole["text"] + "\n"
 
 
 SHARE = r"\d+\.\dms\( *\d+\.\d%\)"
