@@ -1,10 +1,11 @@
 """Checkpoints as people really have them: half downloaded, mixed up, or not checkpoints at all. One clear line each, naming the file."""
 
 import json
+import time
 
 import numpy as np
 import pytest
-from checkpoints import DENSE, LLAMA, Notes, weights, write_checkpoint, write_safetensors
+from checkpoints import DENSE, LLAMA, MOE, Notes, weights, write_checkpoint, write_safetensors
 
 from qwenc.checkpoint.convert import convert
 from qwenc.checkpoint.packed import open_packed
@@ -187,3 +188,45 @@ def test_opened_shards_are_closed_again(tmp_path):
         assert "model.norm.weight" in shards
     with pytest.raises(QwencError):
         shards.tensor("model.norm.weight")
+
+
+HUGE = 2**31 - 1
+
+
+@pytest.mark.parametrize(
+    "changes, tensor",
+    [
+        ({"hidden_size": HUGE}, "input_layernorm.weight has shape [48]"),
+        ({"vocab_size": HUGE}, "embed_tokens.weight has shape [40, 48]"),
+        ({"intermediate_size": HUGE}, "gate_proj.weight has shape [40, 48]"),
+        ({"num_attention_heads": HUGE - 1}, "q_proj.weight has shape [40, 48]"),
+        ({"num_experts": 2_000_000_000}, "mlp.gate.weight has shape [4, 48]"),
+        ({"moe_intermediate_size": HUGE}, "gate_proj.weight has shape [24, 48]"),
+    ],
+)
+def test_sizes_that_config_json_makes_up_cost_nothing(tmp_path, monkeypatch, changes, tensor):
+    """They are compared with the headers before anything of that size is allocated or counted through."""
+
+    config = MOE if any("expert" in name for name in changes) or "moe_intermediate_size" in changes else DENSE
+    folder = write_checkpoint(tmp_path / "m", config | changes, weights(config))
+
+    def small_only(function):
+        def checked(shape, *rest, **more):
+            assert np.prod(shape, dtype=float) < 1e6
+            return function(shape, *rest, **more)
+
+        return checked
+
+    for name in ("arange", "full", "zeros"):
+        monkeypatch.setattr(np, name, small_only(getattr(np, name)))
+    began = time.monotonic()
+    refused(folder, tensor, "but config.json implies")
+    assert time.monotonic() - began < 5
+
+
+def test_experts_that_are_not_there_are_told_at_the_first(tmp_path):
+    tensors = weights(MOE)
+    gates = [name for name in tensors if name.endswith("mlp.gate.weight")]
+    config = MOE | {"num_experts": 20_000}
+    tensors |= dict.fromkeys(gates, np.zeros((20_000, 48), np.float32))
+    refused(write_checkpoint(tmp_path / "m", config, tensors), "no tensor model.layers.0.mlp.experts.4.gate_proj.weight")

@@ -1,4 +1,7 @@
-"""Which tensors of a checkpoint make up each matrix of the packed file: every checkpoint quirk is in this file."""
+"""Which tensors of a checkpoint make up each matrix of the packed file: every checkpoint quirk is in this file.
+
+config.json is not trusted: a size that it states is compared with the shapes in the headers before anything of that size is made.
+"""
 
 from __future__ import annotations
 
@@ -79,8 +82,8 @@ class WeightMap:
         self._shards = shards
         self._used: set[str] = set()
         self._prefix = self._find_prefix()
+        self.plain = self._plain()  # first: the norms vouch for hidden_size, the router for num_experts
         self.gathers = tuple(self._gather(matrix) for matrix in matrices(config))
-        self.plain = self._plain()
         self._report_unused(reporter)
 
     def _find_prefix(self) -> str:
@@ -114,34 +117,34 @@ class WeightMap:
         columns = np.arange(hidden)
         parts: list[tuple[Part, ...]]
         if matrix.name in ("embed", "lm_head"):
-            rows = np.arange(config.vocab_size)
             name = f"{self._prefix}embed_tokens.weight" if matrix.name == "embed" else self._lm_head_name()
             parts = [(self._part(name, config.vocab_size, hidden),)]
+            rows = np.arange(config.vocab_size)
         elif matrix.name == "qkv":
-            rows = _spread(heads + 2 * kv_heads, head_dim, padded_dim)
             sizes = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
             parts = [
                 tuple(self._part(self._layer(i, f"self_attn.{x}_proj.weight"), size, hidden) for x, size in sizes.items())
                 for i in range(config.num_hidden_layers)
             ]
+            rows = _spread(heads + 2 * kv_heads, head_dim, padded_dim)
         elif matrix.name == "o":
-            rows, columns = np.arange(hidden), _spread(heads, head_dim, padded_dim)
             names = [self._layer(i, "self_attn.o_proj.weight") for i in range(config.num_hidden_layers)]
             parts = [(self._part(name, hidden, heads * head_dim),) for name in names]
+            rows, columns = np.arange(hidden), _spread(heads, head_dim, padded_dim)
         elif matrix.name == "gate_up":
-            rows = _interleave(config.intermediate_size)
             parts = [self._gate_up(self._layer(i, "mlp."), config.intermediate_size) for i in config.dense_layers]
+            rows = _interleave(config.intermediate_size)
         elif matrix.name == "down":
-            rows, columns = np.arange(hidden), np.arange(config.intermediate_size)
             parts = [(self._part(self._layer(i, "mlp.down_proj.weight"), hidden, config.intermediate_size),) for i in config.dense_layers]
+            rows, columns = np.arange(hidden), np.arange(config.intermediate_size)
         else:
             assert config.moe is not None
             width = config.moe.moe_intermediate_size
+            parts = [part for i in config.moe_layers for part in self._experts(i, matrix.name, width)]
             if matrix.name == "expert_gate_up":
                 rows = _interleave(width)
             else:
                 rows, columns = np.arange(hidden), np.arange(width)
-            parts = [part for i in config.moe_layers for part in self._experts(i, matrix.name, width)]
         return Gather(matrix, _padded(rows, matrix.tiles * TILE), _padded(columns, matrix.padded_inputs), tuple(parts))
 
     def _experts(self, layer: int, name: str, width: int) -> list[tuple[Part, ...]]:
@@ -154,7 +157,7 @@ class WeightMap:
             transposed = self._fused_transposed(fused, down, count, width)
             tensor, rows = (fused, 2 * width) if name == "expert_gate_up" else (down, hidden)
             return [(Part(tensor, rows, expert, transposed),) for expert in range(count)]
-        prefixes = [self._layer(layer, f"mlp.experts.{expert}.") for expert in range(count)]
+        prefixes = (self._layer(layer, f"mlp.experts.{expert}.") for expert in range(count))  # not a list: the first missing one ends it
         if name == "expert_gate_up":
             return [self._gate_up(prefix, width) for prefix in prefixes]
         return [(self._part(f"{prefix}down_proj.weight", hidden, width),) for prefix in prefixes]
