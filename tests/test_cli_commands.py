@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -129,6 +130,71 @@ def test_convert_to_a_full_or_forbidden_place_is_one_line(cli, tiny, tmp_path):
     assert code == 1 and len(err) == 1
     code, _, err = cli("convert", tiny, tmp_path, "-q")
     assert code == 2 and len(err) == 1
+
+
+def test_convert_never_replaces_what_is_no_file_or_its_own_source(cli, tiny, tmp_path):
+    def refused(folder, out, words):
+        before = folder.stat().st_ino, sorted(os.listdir(folder)), out.lstat()[:3]
+        code, stdout, err = cli("convert", folder, out, "--force", "-q")
+        assert (code, stdout, len(err)) == (2, "", 1) and words in err[0], err
+        assert (folder.stat().st_ino, sorted(os.listdir(folder)), out.lstat()[:3]) == before
+
+    folder = write_tiny_model(tmp_path / "m")
+    weights = folder / "model.safetensors"
+    os.mkfifo(tmp_path / "fifo")
+    for name, target in (("loop", "loop"), ("null", os.devnull)):
+        (tmp_path / name).symlink_to(target)
+    for name in ("fifo", "loop", "null"):
+        refused(folder, tmp_path / name, "is not a regular file")
+    content = weights.read_bytes()
+    (tmp_path / "link").symlink_to(weights)
+    os.link(folder / "config.json", tmp_path / "hard")
+    for out in (weights, tmp_path / "link", tmp_path / "hard", folder / "tokenizer.json"):
+        refused(folder, out, "belongs to the checkpoint")
+    assert weights.read_bytes() == content
+    assert cli("convert", folder, folder / "packed.qwenc", "-q")[0] == 0  # beside its source is fine, and so is to replace it
+    assert cli("convert", folder, folder / "packed.qwenc", "-q", "--force")[0] == 0
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_convert_writes_through_a_symbolic_link(cli, tiny, tmp_path, exists):
+    (tmp_path / "real").mkdir()
+    target, link = tmp_path / "real" / "target.qwenc", tmp_path / "link.qwenc"
+    link.symlink_to(target)
+    if exists:
+        target.write_bytes(b"old")
+        assert cli("convert", tiny, link, "-q")[0] == 2 and target.read_bytes() == b"old"
+    assert cli("convert", tiny, link, "-q", *(["--force"] if exists else [])) == (0, "", [])
+    assert link.is_symlink() and json.loads(cli("info", link, "--json")[1])["packed"] == "dual"
+    assert os.listdir(tmp_path / "real") == ["target.qwenc"]
+
+
+@pytest.mark.parametrize("args", [["info"], ["convert"], ["run", "-p", "hi", "-m"]])
+def test_pipes_and_folders_where_files_belong_are_named(cli, tmp_path, args):
+    """None of them may be opened: that waits for a writer for ever."""
+    out = [tmp_path / "out.qwenc"] if args == ["convert"] else []
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    broken = {}
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        for kind, make in (("pipe", os.mkfifo), ("folder", os.mkdir)):
+            folder = write_tiny_model(tmp_path / f"{kind}-{name}")
+            (folder / name).unlink()
+            make(folder / name)
+            broken[folder] = folder / name
+    signal.alarm(60)
+    code, _, err = cli(*args, pipe, *out)
+    assert code == 1 and err == [f"qwenc: error: {pipe}: is neither a file nor a folder"]
+    for folder, path in broken.items():
+        if args != ["info"] or path.name != "model.safetensors":  # which info does not read
+            code, _, err = cli(*args, folder, *out)
+            assert code == 1 and len(err) == 1 and str(path) in err[0] and "not a file" in err[0], err
+    signal.alarm(0)
+
+
+def test_convert_of_a_file_that_is_not_packed(cli, tiny, tmp_path):
+    code, _, err = cli("convert", tiny / "model.safetensors", tmp_path / "out.qwenc")
+    assert code == 1 and err == [f"qwenc: error: {tiny / 'model.safetensors'}: is not a checkpoint folder"]
 
 
 def test_env(cli):

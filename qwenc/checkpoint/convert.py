@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -10,12 +12,14 @@ from pathlib import Path
 import numpy as np
 
 from qwenc.checkpoint.layout import FORMATS, TILE, TensorSpec, packed_tensors
-from qwenc.checkpoint.packed import FORMAT, TOKENIZER, VERSION
+from qwenc.checkpoint.packed import FORMAT, TOKENIZER, VERSION, is_packed
 from qwenc.checkpoint.packed_writer import PackedWriter, show_bytes
 from qwenc.checkpoint.quantise import pack_f32, pack_q4, pack_q8
+from qwenc.checkpoint.safetensors_file import SafetensorsFile
 from qwenc.checkpoint.shards import Shards, open_shards
 from qwenc.checkpoint.source import Source, read_source, source_hash
 from qwenc.checkpoint.weight_map import Gather, WeightMap
+from qwenc.errors import QwencError, UsageError
 from qwenc.machine.cpus import choose_cpus
 from qwenc.report import SILENT, Reporter
 
@@ -36,9 +40,10 @@ class _Chunk:
 def convert(source_dir: str | Path, out_path: str | Path, wmode: str, reporter: Reporter = SILENT) -> Path:
     """Writes the packed file `out_path` with weights in `wmode` and returns its path. Raises QwencError.
 
-    Everything about the checkpoint is checked before the first byte is written; `out_path` appears only when it is complete.
+    Everything about the checkpoint is checked before the first byte is written; `out_path` appears only when it is complete. A symbolic
+    link stays, and the file that it leads to is written. UsageError for what is no regular file, or a file of the checkpoint itself.
     """
-    folder, out_path = Path(source_dir), Path(out_path)
+    folder, out_path = Path(source_dir), _writable(Path(out_path), Path(source_dir))
     source = read_source(folder)
     with open_shards(folder, reporter) as shards:
         weights = WeightMap(source.config, shards, reporter)
@@ -51,6 +56,29 @@ def convert(source_dir: str | Path, out_path: str | Path, wmode: str, reporter: 
             _write_small(writer, source, shards, weights)
             _write_matrices(writer, shards, weights, FORMATS[wmode], reporter)
     return out_path
+
+
+def _writable(out: Path, folder: Path) -> Path:
+    """The path to write: `out`, or what it leads to as a symbolic link. Raises UsageError if it must not be replaced."""
+    target = Path(os.path.realpath(out)) if out.is_symlink() else out
+    try:
+        status = os.lstat(target)
+    except OSError:  # not there yet; or not to be reached, which the writer tells
+        return target
+    if not stat.S_ISREG(status.st_mode):
+        raise UsageError(f"{out}: is not a regular file, so it is not replaced")
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.exists() and path.samefile(target) and not _is_packed_file(path):
+            raise UsageError(f"{out}: belongs to the checkpoint that is converted, so it is not replaced")
+    return target
+
+
+def _is_packed_file(path: Path) -> bool:
+    try:
+        with SafetensorsFile(path) as file:
+            return is_packed(file.header)
+    except QwencError:
+        return False
 
 
 def _metadata(source: Source, shards: Shards, wmode: str) -> dict[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +49,7 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        require_regular(path)
         try:
             self._fd = os.open(path, os.O_RDONLY)
         except OSError as error:
@@ -97,6 +99,18 @@ class SafetensorsFile:
         if info.dtype == "BF16":
             return np.left_shift(raw, np.uint32(16), dtype=np.uint32).view(np.float32)
         return raw.view("<f2").astype(np.float32) if info.dtype == "F16" else raw.view(np.float32)
+
+
+def require_regular(path: Path) -> None:
+    """Raises QwencError for a folder, a pipe or a device: opening one may wait for ever. A missing file is left to whoever opens it."""
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        raise QwencError(f"{path}: cannot be opened: {getattr(error, 'strerror', error)}") from None
+    if not stat.S_ISREG(mode):
+        raise QwencError(f"{path}: is {'a folder' if stat.S_ISDIR(mode) else 'a pipe, a socket or a device'}, not a file")
 
 
 def _read_header(fd: int, path: Path) -> Header:

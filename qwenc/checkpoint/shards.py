@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from qwenc.checkpoint.safetensors_file import SafetensorsFile, TensorInfo
+from qwenc.checkpoint.safetensors_file import SafetensorsFile, TensorInfo, require_regular
 from qwenc.errors import QwencError
 from qwenc.report import Reporter
 
@@ -89,6 +89,7 @@ def open_shards(folder: Path, reporter: Reporter) -> Shards:
 
 def _read_index(path: Path) -> dict[str, str]:
     """Tensor name -> shard name."""
+    require_regular(path)
     try:
         index = json.loads(path.read_bytes())
     except OSError as error:
@@ -99,9 +100,18 @@ def _read_index(path: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise QwencError(f"{path}: has no weight_map")
     for tensor, shard in weight_map.items():
-        if not isinstance(shard, str) or not shard or "\0" in shard or Path(shard).name != shard:
+        if not isinstance(shard, str) or not shard or not _is_file_name(shard):
             raise QwencError(f"{path}: places {tensor} in {shard!r}, which is not a file name")
     return weight_map
+
+
+def _is_file_name(name: str) -> bool:
+    """Whether `name` is a plain file name, and text."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in name and Path(name).name == name
 
 
 def _nothing_found(folder: Path) -> str:

@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from qwenc.checkpoint.safetensors_file import require_regular
 from qwenc.checkpoint.shards import INDEX, Shards
 from qwenc.errors import QwencError
 from qwenc.model.config import ModelConfig
@@ -79,6 +80,7 @@ def _chat_template(folder: Path, tokenizer_config: dict) -> str | None:
 
 def _read(path: Path) -> bytes | None:
     """The file's bytes, or None when there is none."""
+    require_regular(path)
     try:
         content = path.read_bytes()
     except FileNotFoundError:

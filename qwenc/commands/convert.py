@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from qwenc.commands.model_path import find_unconverted
+from qwenc.commands.model_path import find_unconverted, packed_wmode
 from qwenc.commands.outcome import show_bytes
 from qwenc.commands.params import Command, FileName, color_option, option, quiet_option
 from qwenc.commands.progress import ScreenReporter
@@ -30,8 +30,11 @@ Example:
 @quiet_option()
 @color_option()
 def convert(model: str, out: Path, wmode: str, force: bool, offline: bool, quiet: bool, color: str) -> None:
-    """Write MODEL, a checkpoint folder or Hub id, as the packed file OUT. OUT appears only when it is complete."""
-    if out.exists() and not force:
+    """Write MODEL, a checkpoint folder or Hub id, as the packed file OUT. OUT appears only when it is complete.
+
+    If OUT is a symbolic link, the file that it leads to is written. A device, a pipe or a file of the checkpoint itself is never replaced.
+    """
+    if out.is_file() and not force:
         raise UsageError(f"{out} exists; --force replaces it")
     reporter = ScreenReporter(quiet, color=wants_color(color, sys.stderr))
     from qwenc.checkpoint.convert import convert as write_packed
@@ -39,7 +42,7 @@ def convert(model: str, out: Path, wmode: str, force: bool, offline: bool, quiet
     try:
         found = find_unconverted(model, offline, reporter)
         if not found.is_dir():
-            raise QwencError(f"{found} is packed already")
+            raise QwencError(f"{found} is packed already" if packed_wmode(model) else f"{found}: is not a checkpoint folder")
         written = write_packed(found, out, wmode, reporter)
         reporter.note(f"wrote {written}: {show_bytes(written.stat().st_size)}")
     finally:

@@ -12,8 +12,10 @@ def find_unconverted(name: str, offline: bool, reporter: Reporter) -> Path:
     """The packed file or checkpoint folder `name`; a Hub id is brought into the Hub's cache first. Raises QwencError."""
     path = Path(name).expanduser() if name.startswith("~") else Path(name)
     try:
-        if path.exists():
+        if path.is_dir() or path.is_file():
             return path
+        if path.exists():
+            raise QwencError(f"{path}: is neither a file nor a folder")
     except OSError as error:
         raise QwencError(f"{path}: cannot be read: {error.strerror}") from None
     from qwenc.checkpoint.hub import HUB_ID, download
