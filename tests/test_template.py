@@ -211,3 +211,8 @@ def test_lone_surrogates_are_a_usage_error(template, tokenizer):
         encode_prompt(tokenizer, template, "a\udcff")
     with pytest.raises(UsageError, match="system prompt"):
         encode_prompt(tokenizer, template, "a", system="\ud800")
+
+
+def test_a_template_that_prints_a_lone_surrogate_is_one_clear_error(tokenizer):
+    with pytest.raises(QwencError, match="lone surrogate U\\+D800"):
+        encode_prompt(tokenizer, ChatTemplate('{{ "\\ud800" }}'), "hi")

@@ -202,3 +202,53 @@ def test_junk_is_one_clear_error(junk):
 def test_every_declared_end_counts(generation, config, with_tokenizer, ids):
     tokenizer = Tokenizer(tokenizer_json(), CONFIG) if with_tokenizer else None
     assert resolve_eos(generation, config, tokenizer) == ids
+
+
+WORDS = {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "[UNK]"}
+CLS = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "[CLS]", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]}
+
+
+@pytest.mark.parametrize("charsmap", ["AAAA", "////fwAAAAA=", "?", "", "CAAAAAAAAAA=", None, "AAAAAP8="])
+def test_a_malformed_precompiled_normalizer_is_one_clear_error(charsmap, capfd):
+    """The package panics, which is no Exception, and prints a trace by itself."""
+    data = build(WORDS, normalizer={"type": "Precompiled", "precompiled_charsmap": charsmap})
+    with pytest.raises(QwencError, match=r"^tokenizer.json cannot be read: [^\n]*$"):
+        Tokenizer(data)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_post_processor_with_an_undefined_token_is_one_clear_error(capfd):
+    tokenizer = Tokenizer(build(WORDS, post_processor=CLS | {"pair": [], "special_tokens": {}}))
+    assert tokenizer.encode("a", special=True) == [0]
+    with pytest.raises(QwencError, match="names the token '\\[CLS\\]' but does not define it"):
+        tokenizer.encode_with_bos("a")
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("model", [WORDS, {"type": "Unigram", "unk_id": None, "vocab": [["a", -1.0]]}])
+def test_text_that_the_model_has_no_token_for_is_one_clear_error(model):
+    tokenizer = Tokenizer(build(model))
+    for encode in (tokenizer.encode_with_bos, lambda text: tokenizer.encode(text, special=False)):
+        with pytest.raises(QwencError, match=r"^this checkpoint's tokenizer cannot encode the prompt: [^\n]*$"):
+            encode("zz")
+
+
+def test_an_empty_vocabulary_is_one_clear_error():
+    with pytest.raises(QwencError, match="its vocabulary is empty"):
+        Tokenizer(build({"type": "BPE", "vocab": {}, "merges": []}))
+
+
+def test_odd_ids_of_declared_tokens_are_left_out():
+    declared = {key: {"content": f"<{place}>"} for place, key in enumerate(["²", "-1", "9" * 5000, "x", ""])}
+    assert Tokenizer(build(WORDS), {"added_tokens_decoder": declared}).vocab_size == 2
+
+
+def test_panics_are_errors_and_interrupts_pass():
+    from qwenc.text import tokenizer as module
+
+    panic = type("PanicException", (BaseException,), {})
+    with pytest.raises(QwencError, match=r"^what: 1 2$"), module._one_line_errors("what"):
+        raise panic("1\n2")
+    for passing in (KeyboardInterrupt, SystemExit, MemoryError):
+        with pytest.raises(passing), module._one_line_errors("what"):
+            raise passing

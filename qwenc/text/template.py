@@ -31,9 +31,14 @@ class ChatTemplate:
         for name in RESERVED:
             if name in variables:
                 raise UsageError(f"chat template argument {name!r} is set by qwenc and cannot be given")
-        given = {"tools": None, "documents": None, **self.tokens, **variables}
+        given: dict[str, Any] = {"tools": None, "documents": None, **self.tokens, **variables}
         try:
-            return _compile(self.source).render(messages=messages, add_generation_prompt=add_generation_prompt, **given)
+            text = _compile(self.source).render(messages=messages, add_generation_prompt=add_generation_prompt, **given)
+            text.encode()  # no lone surrogates: no tokenizer takes them
+            return text
+        except UnicodeEncodeError as error:
+            code = ord(error.object[error.start])
+            raise QwencError(f"the chat template failed: it makes text that is not Unicode (lone surrogate U+{code:04X})") from None
         except Exception as error:  # the template is a program from the checkpoint: it may fail in any way
             raise QwencError(f"the chat template failed: {type(error).__name__}: {error}") from error
 

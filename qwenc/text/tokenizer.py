@@ -6,11 +6,16 @@ What counts as a CONTROL TOKEN: an added token that the tokenizer marks special 
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import json
+from collections.abc import Iterator
 from functools import cached_property, lru_cache
 from typing import Any
 
 from qwenc.errors import QwencError
+
+_CANNOT_ENCODE = "this checkpoint's tokenizer cannot encode the prompt"
 
 
 class Tokenizer:
@@ -24,17 +29,16 @@ class Tokenizer:
         from tokenizers import Tokenizer as Backend
 
         self.config = config or {}
-        try:
+        with _one_line_errors("tokenizer.json cannot be read"):
+            _refuse_bad_charsmaps(bytes(tokenizer_json))
             self._backend = Backend.from_buffer(bytes(tokenizer_json))
-        except Exception as error:  # the Rust side raises bare Exceptions
-            raise QwencError(f"tokenizer.json cannot be read: {error}") from None
-        self._backend.no_truncation()  # a length limit saved by a training script must not cut prompts
-        self._backend.no_padding()
-        self._add_missing_tokens()
-        self._added = self._backend.get_added_tokens_decoder()
-        self.vocab_size = self._find_vocab_size()
-        self.special_ids = frozenset(id for id, token in self._added.items() if token.special)
-        self._to_bytes = _byte_rule(self._backend.decoder)
+            self._backend.no_truncation()  # a length limit saved by a training script must not cut prompts
+            self._backend.no_padding()
+            self._add_missing_tokens()
+            self._added = self._backend.get_added_tokens_decoder()
+            self.vocab_size = self._find_vocab_size()
+            self.special_ids = frozenset(id for id, token in self._added.items() if token.special)
+            self._to_bytes = _byte_rule(self._backend.decoder)
         self.token_bytes = lru_cache(maxsize=None)(self._token_bytes)
 
     # -- text to ids
@@ -42,7 +46,8 @@ class Tokenizer:
     def encode(self, text: str, special: bool) -> list[int]:
         """Ids of `text` with nothing added. special=False: control tokens spelled in it are plain text."""
         if special:
-            return self._backend.encode(text, add_special_tokens=False).ids
+            with _one_line_errors(_CANNOT_ENCODE):
+                return self._backend.encode(text, add_special_tokens=False).ids
         return self._encode_guarded(text, *self._plain)
 
     def encode_with_bos(self, text: str) -> list[int]:
@@ -66,7 +71,8 @@ class Tokenizer:
 
     def _encode_guarded(self, text: str, backend: Any, real: dict[int, int]) -> list[int]:
         """Encode with a backend from `_sealed`; refuses if the model itself (not an added token) spells a control token."""
-        ids = backend.encode(text, add_special_tokens=False).ids
+        with _one_line_errors(_CANNOT_ENCODE):
+            ids = backend.encode(text, add_special_tokens=False).ids
         control = set(self.control_tokens.values())
         for id in ids:
             if id in control and id not in real:
@@ -86,7 +92,7 @@ class Tokenizer:
         if id in self.special_ids or not 0 <= id < self.vocab_size:
             return b""
         if id in self._added:
-            return self._added[id].content.encode()
+            return self._added[id].content.encode("utf-8", "replace")
         token = self._backend.id_to_token(id)
         return b"" if token is None else self._to_bytes(token)
 
@@ -99,7 +105,10 @@ class Tokenizer:
     def config_id(self, name: str) -> int | None:
         """Id of a token that tokenizer_config.json names, such as "eos_token"; None if it names none that exists."""
         text = token_text(self.config.get(name))
-        return None if text is None else self._backend.token_to_id(text)
+        if text is None:
+            return None
+        with _one_line_errors(f"tokenizer_config.json: {name} cannot be looked up"):
+            return self._backend.token_to_id(text)
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -115,7 +124,7 @@ class Tokenizer:
         declared = self.config.get("added_tokens_decoder")
         if not isinstance(declared, dict):
             return
-        for key in sorted((key for key in declared if key.isdigit()), key=int):
+        for key in sorted((key for key in declared if key.isdecimal() and len(key) < 12), key=int):
             entry = declared[key]
             text = token_text(entry) if isinstance(entry, dict) else None
             if text and self._backend.token_to_id(text) is None and int(key) == self._backend.get_vocab_size():
@@ -125,13 +134,17 @@ class Tokenizer:
     def _find_vocab_size(self) -> int:
         """One more than the largest id. The count of tokens, unless ids have gaps; only then the whole vocabulary is fetched."""
         count = self._backend.get_vocab_size()
+        if not count:
+            raise QwencError("its vocabulary is empty")
         around = self._backend.id_to_token(count - 1), self._backend.id_to_token(count)
         has_gaps = max(self._added, default=0) >= count or around[0] is None or around[1] is not None
         return max(self._backend.get_vocab().values()) + 1 if has_gaps else count
 
     def _start_ids(self) -> list[int]:
         """What the post-processor puts before a text (a llama's <s>); what it puts behind is not wanted before a completion."""
-        probe = self._backend.encode("a", add_special_tokens=True)
+        with _one_line_errors(_CANNOT_ENCODE):
+            _refuse_undefined_tokens(self._backend.post_processor)
+            probe = self._backend.encode("a", add_special_tokens=True)
         first = probe.special_tokens_mask.index(0) if 0 in probe.special_tokens_mask else 0
         return probe.ids[:first]
 
@@ -141,7 +154,6 @@ class Tokenizer:
 
     def _sealed(self, mark: str) -> tuple[Any, dict[int, int]]:
         """(backend, its ids → real ids): the same model, but control tokens are spelled between `mark`s; with mark "" there are none."""
-        from tokenizers import AddedToken
         from tokenizers import Tokenizer as Backend
 
         backend: Any = Backend(self._backend.model)  # shares the model: cheap
@@ -149,6 +161,13 @@ class Tokenizer:
             backend.normalizer = self._backend.normalizer
         if self._backend.pre_tokenizer is not None:
             backend.pre_tokenizer = self._backend.pre_tokenizer
+        with _one_line_errors(_CANNOT_ENCODE):
+            return backend, self._add_sealed(backend, mark)
+
+    def _add_sealed(self, backend: Any, mark: str) -> dict[int, int]:
+        """Adds the added tokens to `backend` as `_sealed` says; its ids → real ids."""
+        from tokenizers import AddedToken
+
         real: dict[int, int] = {}
         for id, token in sorted(self._added.items()):
             if _is_control(token) and not mark:
@@ -160,7 +179,53 @@ class Tokenizer:
             if stand_in != id and self._backend.model.id_to_token(stand_in) is not None:
                 raise QwencError(f"this tokenizer's ids have gaps, so {token.content!r} cannot be told from plain text")
             real[stand_in] = id
-        return backend, real
+        return real
+
+
+@contextlib.contextmanager
+def _one_line_errors(what: str) -> Iterator[None]:
+    """Turns whatever the tokenizers package raises into a QwencError: bare Exceptions, and Rust panics, which are not even those."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise  # KeyboardInterrupt and SystemExit
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise QwencError(f"{what}: {reason if len(reason) <= 300 else reason[:297] + '...'}") from None
+
+
+def _refuse_bad_charsmaps(tokenizer_json: bytes) -> None:
+    """A Precompiled normalizer (of SentencePiece) that is malformed makes the Rust side panic, which prints a trace: refused before."""
+    if b'"Precompiled"' not in tokenizer_json:
+        return
+    data = json.loads(tokenizer_json)
+    for table in _tables(data.get("normalizer") if isinstance(data, dict) else None):
+        if table.get("type") == "Precompiled":
+            raw = base64.b64decode(table.get("precompiled_charsmap") or "", validate=True)
+            size = int.from_bytes(raw[:4], "little")  # of the trie, in bytes; UTF-8 text follows
+            if len(raw) < 4 or size % 4 or 4 + size > len(raw):
+                raise QwencError("its precompiled_charsmap is malformed")
+            raw[4 + size :].decode()
+
+
+def _refuse_undefined_tokens(post_processor: Any) -> None:
+    """A template that names a token which it does not define makes the Rust side panic, which prints a trace: refused before."""
+    for table in _tables(json.loads(post_processor.__getstate__()) if post_processor is not None else None):
+        if table.get("type") == "TemplateProcessing":
+            for piece in table.get("single") or ():
+                name = piece.get("SpecialToken", {}).get("id")
+                if name is not None and name not in (table.get("special_tokens") or {}):
+                    raise QwencError(f"its post-processor names the token {name!r} but does not define it")
+
+
+def _tables(spec: Any) -> Iterator[dict]:
+    """Every JSON object in `spec`, at any depth."""
+    if isinstance(spec, dict):
+        yield spec
+    for item in spec.values() if isinstance(spec, dict) else spec if isinstance(spec, list) else ():
+        yield from _tables(item)
 
 
 def token_text(value: Any) -> str | None:
@@ -178,19 +243,10 @@ def _is_control(token: Any) -> bool:
 def _byte_rule(decoder: Any):
     """How token strings spell bytes, read off the tokenizer's decoder."""
     spec = "" if decoder is None else decoder.__getstate__().decode()
-    kinds = _kinds(json.loads(spec)) if spec else set()
+    kinds = {table.get("type") for table in _tables(json.loads(spec))} if spec else set()
     if "ByteLevel" in kinds:
         return _byte_level
     return _byte_fallback if "ByteFallback" in kinds else _metaspace
-
-
-def _kinds(spec: Any) -> set[str]:
-    """Every decoder type named in a decoder's JSON."""
-    if isinstance(spec, list):
-        return set().union(*map(_kinds, spec))
-    if isinstance(spec, dict):
-        return {spec.get("type", "")} | set().union(*map(_kinds, spec.values()))
-    return set()
 
 
 def _byte_level(token: str) -> bytes:
