@@ -373,3 +373,13 @@ def test_markup_in_text_model_and_errors_is_left_alone(cli, columns):
     ]
     code, _, err = cli("-m", "M", "hi", "[/x]", env=env)
     assert code == 2 and "([/x])" in err[0]
+
+
+def test_json_holds_any_file_name_and_no_template_argument_that_cannot_be_printed(cli):
+    code, out, _ = cli("-m", "M\udcff", "--json", "hi")
+    assert code == 0 and json.loads(out)["settings"]["model"] == "M\udcff" and "\\udcff" in out
+    code, out, err = cli("-m", "M", "--json", "--chat-template-kwargs", '{"x": [{"\\ud800": 1}]}', "hi")
+    assert (code, out) == (2, "") and err == ["qwenc: error: --chat-template-kwargs is no Unicode text: lone surrogate U+D800"]
+    code, out, _ = cli("-m", "M", "--json", "hi", script={"pieces": ["a\ud800b"]})
+    assert code == 0 and json.loads(out)["text"] == "a\ud800b"
+    assert cli("-m", "M", "hi", script={"pieces": ["a\ud800b"]})[:2] == (0, "a?b\n")

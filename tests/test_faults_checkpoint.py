@@ -230,3 +230,18 @@ def test_experts_that_are_not_there_are_told_at_the_first(tmp_path):
     config = MOE | {"num_experts": 20_000}
     tensors |= dict.fromkeys(gates, np.zeros((20_000, 48), np.float32))
     refused(write_checkpoint(tmp_path / "m", config, tensors), "no tensor model.layers.0.mlp.experts.4.gate_proj.weight")
+
+
+def test_a_folder_whose_name_is_no_utf8(tmp_path):
+    folder = write_checkpoint(tmp_path / "m\udcff\udce9")
+    packed = open_packed(convert(folder, tmp_path / "o\udcff.qwenc", "q8"))
+    assert packed.metadata["source"] == f"{tmp_path}/m\ufffd\ufffd"
+
+
+def test_lone_surrogates_in_json_are_refused(tmp_path):
+    folder = write_checkpoint(tmp_path / "m")
+    (folder / "tokenizer_config.json").write_text('{"chat_template": "\\ud800"}')
+    refused(folder, "the chat template is no Unicode text: lone surrogate U+D800")
+    (folder / "tokenizer_config.json").unlink()
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"w": "\\ud800"}}')
+    refused(folder, "which is not a file name")

@@ -86,7 +86,7 @@ def _metadata(source: Source, shards: Shards, wmode: str) -> dict[str, str]:
         "format": FORMAT,
         "version": VERSION,
         "wmode": wmode,
-        "source": str(source.folder),
+        "source": os.fsencode(source.folder).decode("utf-8", "replace"),  # a file name may be any bytes
         "source_hash": source_hash(source, shards),
     }
     return described | source.metadata

@@ -40,6 +40,7 @@ def read_source(folder: Path) -> Source:
             metadata[key] = _decode(path, content)
     template = _chat_template(folder, parsed.get("tokenizer_config", {}))
     if template is not None:
+        _require_text(template, f"{folder}: the chat template")
         metadata["chat_template"] = template
     return Source(folder, config, metadata, _read(folder / "tokenizer.json"))
 
@@ -76,6 +77,14 @@ def _chat_template(folder: Path, tokenizer_config: dict) -> str | None:
         named = [entry for entry in found if isinstance(entry, dict) and entry.get("name") == "default"]
         found = named[0].get("template") if named else None
     return found if isinstance(found, str) else None
+
+
+def _require_text(text: str, what: str) -> None:
+    """JSON can spell lone surrogates, which no file can hold as text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise QwencError(f"{what} is no Unicode text: lone surrogate U+{ord(text[error.start]):04X}") from None
 
 
 def _read(path: Path) -> bytes | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -75,8 +76,10 @@ def timings_record(outcome: Outcome) -> dict[str, Any]:
 
 
 def to_json(record: dict[str, Any], indent: int | None = None) -> str:
-    """One JSON document and a line end. Numbers that JSON cannot hold (NaN, infinity) become null."""
-    return json.dumps(_plain(record), ensure_ascii=False, allow_nan=False, indent=indent) + "\n"
+    """One JSON document and a line end. Numbers that JSON cannot hold (NaN, infinity) become null; lone surrogates (from file names that
+    are no UTF-8) are escaped, so that it can always be written."""
+    text = json.dumps(_plain(record), ensure_ascii=False, allow_nan=False, indent=indent)
+    return re.sub("[\ud800-\udfff]", lambda found: f"\\u{ord(found[0]):04x}", text) + "\n"
 
 
 def peak_rss_bytes() -> int | None:

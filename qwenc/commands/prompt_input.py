@@ -54,6 +54,10 @@ def template_arguments(text: str | None) -> dict[str, Any] | None:
         raise UsageError(f"--chat-template-kwargs is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise UsageError("--chat-template-kwargs must be a JSON object, such as '{\"enable_thinking\": false}'")
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"--chat-template-kwargs is no Unicode text: lone surrogate U+{ord(error.object[error.start]):04X}") from None
     return value
 
 

@@ -23,7 +23,10 @@ class ClosedPipe(Exception):
 def write_out(data: str | bytes) -> None:
     """All of `data` (text as UTF-8) to stdout, flushed. Raises ClosedPipe, or QwencError when it cannot be written (a full disk)."""
     if isinstance(data, str):
-        data = data.encode("utf-8", "surrogateescape")
+        try:
+            data = data.encode("utf-8", "surrogateescape")  # the bytes of a file name as they were
+        except UnicodeEncodeError:
+            data = data.encode("utf-8", "replace")
     stream: Any = getattr(sys.stdout, "buffer", None)
     if stream is None:
         raise QwencError("cannot write the output: stdout is closed")
