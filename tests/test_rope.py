@@ -1,12 +1,16 @@
 """RoPE against transformers' frozen numbers and against the formulae in float64; and the places where its parameters may stand."""
 
 import json
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 from checkpoints import DENSE
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from qwenc.errors import QwencError
 from qwenc.model.config import ModelConfig
 from qwenc.model.rope import RopeConfig, rope_inv_freq, rope_tables
 
@@ -98,3 +102,24 @@ def test_defaults():
     assert rope_of(rope_theta=1e6, rope_scaling={"rope_type": "yarn", "original_max_position_embeddings": 32}).factor == 4.0
     assert rope_of(rope_theta=1e6, rope_scaling={**YARN, "factor": 3.0}).factor == 3.0
     assert rope_of(rope_theta=1e6, rope_scaling={"rope_type": "yarn", "factor": 2.0}).original_max_position_embeddings == 128
+
+
+NUMBERS = st.sampled_from([1e-6, 1e-3, 1.0, 1.0 + 2**-50, 1.000001, 32.0, 1e6]) | st.floats(0, 1e16)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(["default", "linear", "yarn", "llama3"]), st.data())
+def test_numbers_are_refused_or_give_finite_frequencies_without_warnings(kind, data):
+    names = ["factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "low_freq_factor", "high_freq_factor"]
+    scaling = {"rope_type": kind, **data.draw(st.fixed_dictionaries({"factor": NUMBERS}, optional=dict.fromkeys(names[1:], NUMBERS)))}
+    theta = data.draw(st.floats(1, 1e15, exclude_min=True))
+    config = DENSE | {"rope_theta": theta, "rope_scaling": scaling, "max_position_embeddings": data.draw(st.integers(1, 2**31 - 1))}
+    try:
+        rope = ModelConfig.from_dict(config).rope
+    except QwencError:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        inv_freq, scale = rope_inv_freq(rope, 128)
+        rope_tables(inv_freq, scale, np.array([0, 1, 2**31 - 1]))
+    assert np.isfinite(inv_freq).all() and np.isfinite(scale)

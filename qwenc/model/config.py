@@ -115,7 +115,7 @@ class ModelConfig:
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
             head_dim=_parse_head_dim(text, family, hidden, heads),
-            rms_norm_eps=text.number("rms_norm_eps", 1e-6),
+            rms_norm_eps=text.number("rms_norm_eps", 1e-6, most=1.0),
             # Of a vision-language checkpoint the outer value is the one that transformers applies.
             tie_word_embeddings=outer.flag("tie_word_embeddings", text.flag("tie_word_embeddings", False)),
             qk_norm=family != "llama",

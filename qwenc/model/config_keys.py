@@ -8,6 +8,7 @@ from typing import Any
 from qwenc.errors import QwencError
 
 _MISSING: Any = object()
+LARGEST = 1e30  # well inside float32
 
 
 class Keys:
@@ -33,17 +34,21 @@ class Keys:
             raise self._wrong(name, "at least 1" if value < 1 else f"at most {most}")
         return value
 
-    def number(self, name: str, default: float = _MISSING) -> float:
-        """A finite number of at least 0."""
+    def number(self, name: str, default: float = _MISSING, least: float = 0.0, most: float = LARGEST) -> float:
+        """A finite number from `least` to `most` (or the default)."""
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise self._wrong(name, "a number")
-        if not math.isfinite(value) or value < 0:
+        if value is default:
+            return float(value)
+        if value < 0 or value != value or value in (math.inf, -math.inf):
             raise self._wrong(name, "finite and not negative")
+        if not least <= value <= most:  # a whole number of any length compares, but not every one becomes a float
+            raise self._wrong(name, f"at least {least:g}" if value < least else f"at most {most:g}")
         return float(value)
 
-    def optional_number(self, name: str) -> float | None:
-        return self.number(name) if self.has(name) else None
+    def optional_number(self, name: str, least: float = 0.0, most: float = LARGEST) -> float | None:
+        return self.number(name, least=least, most=most) if self.has(name) else None
 
     def flag(self, name: str, default: bool) -> bool:
         value = self._get(name, default)

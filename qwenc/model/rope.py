@@ -14,6 +14,9 @@ from qwenc.errors import QwencError
 from qwenc.model.config_keys import Keys
 
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
+# What a frequency can be computed with in float32; real models stay far inside.
+MAX_THETA = 1e15
+LEAST, MOST = 1e-6, 1e6  # of factors and of numbers of rotations
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,7 @@ def parse_rope(text: Keys, outer: Keys, default_theta: float | None, max_positio
         rope_type = "default"  # three position axes that coincide for text
     if rope_type not in ROPE_TYPES:
         raise QwencError(f"{scaling.source}: RoPE type {rope_type!r} is not supported (supported: {', '.join(ROPE_TYPES)})")
-    theta = next((keys.number("rope_theta") for keys in (*tables, text, outer) if keys.has("rope_theta")), default_theta)
+    theta = next((keys.number("rope_theta", most=MAX_THETA) for keys in (*tables, text, outer) if keys.has("rope_theta")), default_theta)
     if theta is None:
         raise QwencError(f"{text.source}: rope_theta is missing")
     if theta <= 1:
@@ -69,28 +72,39 @@ def parse_rope(text: Keys, outer: Keys, default_theta: float | None, max_positio
 def _parse_scaled(scaling: Keys, text: Keys, rope_type: str, theta: float, max_positions: int) -> RopeConfig:
     original = text.size("original_max_position_embeddings", scaling.size("original_max_position_embeddings", max_positions))
     # YaRN may state only the two lengths. A stated factor wins over their ratio (transformers 4 let the ratio win, 5 does not).
-    factor = scaling.number("factor", max_positions / original) if rope_type == "yarn" else scaling.number("factor")
+    factor = scaling.number("factor", max_positions / original, most=MOST) if rope_type == "yarn" else scaling.number("factor", most=MOST)
     if factor <= 0:
         raise QwencError(f"{scaling.source}: factor must be more than 0, not {factor:g}")
+    if not LEAST <= factor <= MOST:
+        raise QwencError(f"{scaling.source}: factor must be from {LEAST:g} to {MOST:g}, not {factor:g}")
     if rope_type == "linear":
         return RopeConfig(rope_type, theta, factor)
     if rope_type == "llama3":
-        low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
+        low, high = (scaling.number(name, most=MOST) for name in ("low_freq_factor", "high_freq_factor"))
         if not 0 < low < high:
             raise QwencError(f"{scaling.source}: low_freq_factor {low:g} must be above 0 and below high_freq_factor {high:g}")
+        if low < LEAST or high - low < LEAST:
+            raise QwencError(f"{scaling.source}: low_freq_factor {low:g} and high_freq_factor {high:g} are too close to 0 or to each other")
         return RopeConfig(rope_type, theta, factor, original, low_freq_factor=low, high_freq_factor=high)
     return RopeConfig(
         rope_type,
         theta,
         factor,
         original,
-        attention_factor=scaling.optional_number("attention_factor"),
-        mscale=scaling.optional_number("mscale"),
-        mscale_all_dim=scaling.optional_number("mscale_all_dim"),
-        beta_fast=scaling.optional_number("beta_fast") or 32.0,
-        beta_slow=scaling.optional_number("beta_slow") or 1.0,
+        attention_factor=scaling.optional_number("attention_factor", most=MOST),
+        mscale=scaling.optional_number("mscale", most=MOST),
+        mscale_all_dim=scaling.optional_number("mscale_all_dim", most=MOST),
+        beta_fast=_rotations(scaling, "beta_fast", 32.0),
+        beta_slow=_rotations(scaling, "beta_slow", 1.0),
         truncate=scaling.flag("truncate", True),
     )
+
+
+def _rotations(scaling: Keys, name: str, default: float) -> float:
+    """0 counts as missing, as it does in transformers."""
+    if not scaling.optional_number(name, most=MOST):
+        return default
+    return scaling.number(name, least=LEAST, most=MOST)
 
 
 def rope_inv_freq(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
