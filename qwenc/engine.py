@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import operator
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence as Ids
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,6 +15,7 @@ from qwenc.checkpoint.locate import load_packed
 from qwenc.checkpoint.packed import Packed
 from qwenc.errors import QwencError, UsageError
 from qwenc.machine.cpus import choose_cpus
+from qwenc.machine.later import Later
 from qwenc.report import SILENT, Reporter
 from qwenc.sampling import Sampler, SamplingParams
 from qwenc.settings import Settings
@@ -24,6 +24,9 @@ from qwenc.text.stream import StopStrings, TextOutput
 from qwenc.text.template import ChatTemplate, find_template
 from qwenc.text.tokenizer import Tokenizer
 from qwenc.timing import Timings, TokenTiming
+
+if TYPE_CHECKING:
+    from qwenc.session import Session
 
 
 @dataclass(slots=True)
@@ -61,7 +64,7 @@ class Engine:
         self.packed, self.settings, self.reporter = packed, replace(settings, wmode=self.wmode), reporter
         self.config = packed.config
         self.timings = Timings()  # of the generation that runs now or ran last
-        self._reading = _Later(lambda: _read_tokenizer(packed))  # in Rust, while this thread imports the compiler
+        reading = Later(lambda: _read_tokenizer(packed))  # in Rust, while this thread imports the compiler
         choice = choose_cpus(settings.threads)
         if choice.note:
             reporter.note(choice.note)
@@ -73,14 +76,15 @@ class Engine:
         from qwenc.machine.team import ThreadTeam
         from qwenc.model.forward import Model
 
-        self._team = ThreadTeam(choice.cores, pin=settings.pin)
-        self._model = Model(packed, self.wmode, self._team)
         self._compiled = False
-        self.tokenizer: Tokenizer | None = self._reading.result()
+        self._output: TextOutput | None = None  # of the generation that runs now or ran last
+        self.tokenizer: Tokenizer | None = reading.result()
         self.template: ChatTemplate | None = None
         if self.tokenizer is not None:
             self.template = find_template(packed.chat_template, packed.tokenizer_config)
         self.eos_ids = resolve_eos(packed.generation_config, packed.config_json, self.tokenizer)
+        self._team = ThreadTeam(choice.cores, pin=settings.pin)  # from here on nothing fails that would leave its threads behind
+        self._model = Model(packed, self.wmode, self._team)
         if self._team.pin_error:
             reporter.note(self._team.pin_error)
         self.load_s = time.perf_counter() - began
@@ -104,24 +108,39 @@ class Engine:
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Ids of a prompt: one chat turn if the model has a template and raw is False. Raises UsageError for an empty one."""
+        _check_text("prompt", text)
+        if system is not None:
+            _check_text("system", system)
+        if template_kwargs is not None and not isinstance(template_kwargs, Mapping):
+            raise UsageError(f"template_kwargs must be a mapping, not {template_kwargs!r:.60}")
         if self.tokenizer is None:
             raise UsageError("this checkpoint has no tokenizer: give token ids instead of text")
         return encode_prompt(self.tokenizer, self.template, text, raw=raw, system=system, think=think, template_kwargs=template_kwargs)
 
-    def session(self, capacity: int | None = None) -> Any:
-        """A context of up to `capacity` tokens (default: context_size) to drive by hand: prefill(ids), step(id)."""
+    def session(self, capacity: int | None = None) -> Session:
+        """A context of up to `capacity` tokens (default, and at most: context_size) to drive by hand: prefill(ids), step(id)."""
         from qwenc.session import Session
 
-        return Session(self._model, capacity or self.context_size, self.settings, self.reporter)
+        size = self.context_size if capacity is None else capacity
+        if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= self.context_size:
+            raise UsageError(f"a session holds 1 to {self.context_size} tokens (ctx_size), not {size!r}")
+        return Session(self._model, size, self.settings, self.reporter)
 
-    def logits(self, ids: Sequence[int]) -> np.ndarray:
-        """Teacher-forced logits float32 [n, vocab]: row i follows ids[i]. Raises UsageError for ids that the model does not have."""
-        checked = self._checked_ids(ids)
+    def logits(self, ids: Ids[int]) -> np.ndarray:
+        """Teacher-forced logits float32 [n, vocab]: row i follows ids[i]. Raises UsageError for ids that the model does not have or
+        that do not
+        fit into the context."""
+        checked = self._prompt_ids(ids)
         return self.session(len(checked)).logits(checked)
+
+    def held_text(self) -> str:
+        """What the last generation had generated but not yet yielded (an unfinished character, the beginning of a stop string), for one
+        that was cut short; "" after one that ended."""
+        return self._output.flush() if self._output else ""
 
     def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Ids[int],
         *,
         max_tokens: int = 256,
         temp: float = 0.0,
@@ -148,13 +167,12 @@ class Engine:
         sampling = SamplingParams(temp, top_k, top_p, min_p, repeat_penalty, seed)
         if isinstance(prompt, str):
             prompt = self.encode_prompt(prompt, raw=raw, system=system, think=think, template_kwargs=template_kwargs)
-        ids = self._checked_ids(prompt)
+        ids = self._prompt_ids(prompt)
+        stop = stop or ()
         if stop and self.tokenizer is None:
             raise UsageError("stop strings need a tokenizer, and this checkpoint has none")
         if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 0:
             raise UsageError(f"max_tokens must be a whole number of at least 0, not {max_tokens!r}")
-        if len(ids) > self.context_size:
-            raise UsageError(f"the prompt has {len(ids)} tokens, the context holds {self.context_size} (--ctx-size, ctx_size)")
         StopStrings(stop)
         return self._steps(ids, max_tokens, Sampler(sampling, self._vocab_limit), stop, ignore_eos, dec_prof)
 
@@ -177,7 +195,7 @@ class Engine:
         self.timings = timings = session.timings
         timings.load_s = self.load_s
         timings.compile_s = self._compile(session)
-        output = TextOutput(self.tokenizer, stop) if self.tokenizer else None
+        output = self._output = TextOutput(self.tokenizer, stop) if self.tokenizer else None
         ends = frozenset() if ignore_eos else self.eos_ids
         history = list(ids)
         logits = session.prefill(ids)
@@ -216,17 +234,21 @@ class Engine:
         """Ids that may be sampled: the tokenizer's, where it is smaller than the (padded) vocabulary."""
         return min(self.tokenizer.vocab_size, self.config.vocab_size) if self.tokenizer else None
 
-    def _checked_ids(self, ids: Sequence[int]) -> list[int]:
-        try:
-            checked = [operator.index(i) for i in ids]
-        except TypeError:
-            raise UsageError(f"token ids must be whole numbers, not {ids!r:.60}") from None
+    def _prompt_ids(self, ids: Ids[int]) -> list[int]:
+        """`ids`, checked. Raises UsageError for none at all, or more than the context holds."""
+        from qwenc.session import check_ids
+
+        checked = check_ids(ids, self.config.vocab_size)
         if not checked:
             raise UsageError("the prompt is empty")
-        for i in checked:
-            if not 0 <= i < self.config.vocab_size:
-                raise UsageError(f"token id {i} is not in the model's vocabulary of {self.config.vocab_size}")
+        if len(checked) > self.context_size:
+            raise UsageError(f"the prompt has {len(checked)} tokens, the context holds {self.context_size} (--ctx-size, ctx_size)")
         return checked
+
+
+def _check_text(name: str, value: Any) -> None:
+    if not isinstance(value, str):
+        raise UsageError(f"{name} must be text, not {value!r:.60}")
 
 
 def log_probability(logits: np.ndarray, token: int) -> float:
@@ -239,28 +261,6 @@ def log_probability(logits: np.ndarray, token: int) -> float:
 def _read_tokenizer(packed: Packed) -> Tokenizer | None:
     data = packed.tokenizer_json
     return None if data is None else Tokenizer(data, packed.tokenizer_config)
-
-
-class _Later:
-    """Runs a function in a thread of its own; `result` waits for it and passes its error on."""
-
-    def __init__(self, function: Any):
-        self._value: Any = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(function,), daemon=True)
-        self._thread.start()
-
-    def _run(self, function: Any) -> None:
-        try:
-            self._value = function()
-        except BaseException as error:
-            self._error = error
-
-    def result(self) -> Any:
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._value
 
 
 __all__ = ["Engine", "QwencError", "Step", "load", "log_probability"]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from collections.abc import Sequence as Ids
+from functools import partial
 
 import numpy as np
 
-from qwenc.errors import QwencError
+from qwenc.errors import QwencError, UsageError
 from qwenc.model.forward import Model, Sequence
 from qwenc.model.records import ATTN, DOWN, GATE_UP, KV, LM_HEAD, NORM, OTHER_LOOP, OUT, QKV, ROPE, SILU
 from qwenc.report import SILENT, Reporter
@@ -27,7 +30,7 @@ class Session:
         self.reporter = reporter
         self.timings = Timings()
         self.last: TokenTiming | None = None
-        self._batch = settings.prefill_batch
+        self._batch = min(settings.prefill_batch, capacity)
         self._sequence = Sequence(model, capacity, settings.kv, settings.prefill_batch)
 
     @property
@@ -38,8 +41,9 @@ class Session:
         """Add `ids` (at least one) to the context in mini-batches. Returns float32 logits [vocab] after the last one, valid until the
         next call."""
         timing, sequence = self.timings.prefill, self._sequence
+        ids = self._checked(ids)
         for first in range(0, len(ids), self._batch):
-            logits = self._guard(lambda batch=ids[first : first + self._batch]: sequence.extend(np.asarray(batch, np.int64)))
+            logits = self._guard(partial(sequence.extend, np.asarray(ids[first : first + self._batch], np.int64)))
             done = min(len(ids), first + self._batch)
             timing.n += done - first
             timing.total_ms += sequence.step_ns * MS
@@ -55,6 +59,7 @@ class Session:
     def step(self, token: int) -> np.ndarray:
         """Add one token to the context. Returns float32 logits [vocab] of the next one, valid until the next call."""
         sequence = self._sequence
+        (token,) = self._checked([token])
         logits = self._guard(lambda: sequence.step(token))
         ms = {name: float(sequence.timer[slot]) * MS for name, slot in SLOTS.items()}
         total = sequence.step_ns * MS
@@ -66,16 +71,23 @@ class Session:
     def logits(self, ids: Ids[int]) -> np.ndarray:
         """Add `ids` to the context. Returns float32 logits [n, vocab] after each of them."""
         sequence, parts = self._sequence, []
+        ids = self._checked(ids)
         for first in range(0, len(ids), self._batch):
             batch = np.asarray(ids[first : first + self._batch], np.int64)
-            parts.append(self._guard(lambda batch=batch: sequence.extend(batch, all_logits=True)).copy())
+            parts.append(self._guard(partial(sequence.extend, batch, all_logits=True)).copy())
         return np.concatenate(parts)
 
     def compile(self, *, decode: bool = True) -> None:
         """Compile the steps, or load them from the cache, ahead of their first use."""
         self._sequence.compile(self.reporter, decode=decode)
 
-    def _guard(self, run):
+    def _checked(self, ids: Ids[int]) -> list[int]:
+        checked = check_ids(ids, self._sequence.model.config.vocab_size)
+        if not checked:
+            raise UsageError("no token ids given")
+        return checked
+
+    def _guard(self, run: Callable[[], np.ndarray]) -> np.ndarray:
         try:
             return run()
         except QwencError:
@@ -83,3 +95,16 @@ class Session:
             if layer is not None:
                 self.reporter.detail(f"the first layer whose output is not finite: {layer}")
             raise
+
+
+def check_ids(ids: Ids[int], vocab_size: int) -> list[int]:
+    """`ids` as plain integers. Raises UsageError for what is no whole number or not in the vocabulary: it would be read beyond the
+    weights."""
+    try:
+        checked = [operator.index(i) for i in ids]
+    except TypeError:
+        raise UsageError(f"token ids must be whole numbers, not {ids!r:.60}") from None
+    for i in checked:
+        if not 0 <= i < vocab_size:
+            raise UsageError(f"token id {i} is not in the model's vocabulary of {vocab_size}")
+    return checked

@@ -1,18 +1,22 @@
 """The whole engine: logits against transformers and against float64 NumPy, prefill against decode, threads, limits, failures."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import naive_forward
 import numpy as np
 import pytest
 from checkpoints import DENSE, LLAMA, MOE, to_bf16, write_checkpoint
+from checkpoints import weights as weights_of
 
 import qwenc
 from qwenc.model import forward
 from qwenc.report import Reporter
 from qwenc.settings import Settings
 
-GOLDENS = Path(__file__).parent / "data" / "goldens"
+ROOT = Path(__file__).parent.parent
+GOLDENS = ROOT / "tests" / "data" / "goldens"
 NAMES = ["llama-smol", "qwen3-dense-tied", "qwen3-moe", "qwen3-vl-text"]
 ODD = DENSE | {"hidden_size": 40, "intermediate_size": 40, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10}
 
@@ -107,7 +111,7 @@ def test_dual_reads_q8_in_prefill_and_q4_in_decode():
             session.prefill(ids)
             logits[wmode + " step"] = session.step(7).copy()
     assert distance(logits["dual"], logits["q8"]) < 0.1 * distance(logits["dual"], logits["q4"])
-    assert distance(logits["dual step"], logits["q8 step"]) > 10 * distance(logits["dual"], logits["q8"])
+    assert distance(logits["dual step"], logits["q8 step"]) > 4 * distance(logits["dual"], logits["q8"])
 
 
 @pytest.mark.parametrize("name", ["llama-smol", "qwen3-moe"])
@@ -219,6 +223,128 @@ def test_a_bad_weight_stops_the_run_and_names_the_layer(tmp_path, wmode, value):
     with qwenc.load(folder, wmode=wmode, reporter=Listener()) as engine, pytest.raises(qwenc.QwencError, match="not finite"):
         list(engine.generate([1, 2, 3]))
     assert told == ["the first layer whose output is not finite: 1"]
+
+
+@pytest.mark.parametrize("ids", [[10**9], [-1], [160], ["a"], [2.5], [], 7])
+def test_a_session_checks_its_ids(ids):
+    """An id beyond the vocabulary would be read from beyond the weights."""
+    with qwenc.load(GOLDENS / "llama-smol", wmode="q8") as engine:
+        session = engine.session(10)
+        for call in (session.prefill, session.logits):
+            with pytest.raises(qwenc.UsageError):
+                call(ids)
+        if ids and ids != 7:
+            with pytest.raises(qwenc.UsageError):
+                session.step(ids[0])
+        assert session.length == 0
+        with pytest.raises(qwenc.UsageError, match="full"):
+            session.prefill([1] * 11)
+
+
+@pytest.mark.parametrize("capacity", [0, -5, 2.5, 10**15, "x", True])
+def test_a_session_checks_its_capacity(capacity):
+    with qwenc.load(GOLDENS / "llama-smol", wmode="q8") as engine, pytest.raises(qwenc.UsageError):
+        engine.session(capacity)
+
+
+@pytest.mark.parametrize("arguments", [{"temp": -1}, {"top_k": 1.5}, {"max_tokens": -1}, {"max_tokens": None}, {"stop": 5}])
+def test_bad_arguments_of_generate(arguments):
+    with qwenc.load(GOLDENS / "llama-smol", wmode="q8") as engine, pytest.raises(qwenc.UsageError):
+        engine.generate([1, 2], **arguments)
+
+
+def test_more_than_the_context_is_refused_by_logits_too():
+    with qwenc.load(GOLDENS / "llama-smol", wmode="q8", ctx_size=5) as engine, pytest.raises(qwenc.UsageError, match=r"6 tokens.*5"):
+        engine.logits([1] * 6)
+
+
+def test_a_prefill_batch_larger_than_the_context_takes_no_memory():
+    with qwenc.load(GOLDENS / "llama-smol", wmode="q8", prefill_batch=2**31 - 1) as engine:
+        assert len(list(engine.generate([1] * 80, max_tokens=2, ignore_eos=True))) == 2
+
+
+def test_squares_that_overflow_are_not_taken_for_zero(tmp_path):
+    from checkpoints import weights, write_safetensors
+
+    folder = write_checkpoint(tmp_path / "model", DENSE)
+    tensors = weights(DENSE)
+    tensors["model.layers.0.mlp.down_proj.weight"][:, :] = 1e30
+    write_safetensors(folder / "model.safetensors", tensors)
+    with qwenc.load(folder, wmode="f32", kv="f32") as engine, pytest.raises(qwenc.QwencError, match="not finite"):
+        list(engine.generate([1, 2, 3]))
+
+
+def test_dense_and_expert_layers_do_not_share_padding(tmp_path):
+    """A dense width of 48 is padded to 64 inputs: what an expert layer left there used to set the scale of the last group."""
+    config = MOE | {"intermediate_size": 48, "moe_intermediate_size": 64, "num_hidden_layers": 4, "mlp_only_layers": [1, 3]}
+    tensors = {name: values * (40 if "experts" in name and "down" not in name else 1) for name, values in weights_of(config).items()}
+    folder = write_checkpoint(tmp_path / "model", config, tensors)
+    ids = np.random.default_rng(2).integers(0, config["vocab_size"], 20)
+    with qwenc.load(folder, wmode="q8", kv="f32") as engine:
+        wanted = naive_forward.forward(engine.packed, ids, "q8")
+        session = engine.session(32)
+        stepped = np.array([session.step(int(i)).copy() for i in ids])
+        for got in (stepped, engine.logits(ids)):
+            assert np.median(np.abs(got - wanted).max(axis=1)) < 5e-3 * wanted.std()
+
+
+def test_an_interrupt_leaves_together(tmp_path):
+    """Threads used to look for the wish to stop each on its own: one left, the other waited for ever. Run in a process that can be
+    killed."""
+    program = f"""
+import signal, threading, time, numpy as np, qwenc
+from qwenc import engine as module
+from qwenc.machine.cpus import CpuChoice
+module.choose_cpus = lambda wanted: CpuChoice(2, (0, 0), (0,), (0,), None)
+engine = qwenc.load({str(GOLDENS / "qwen3-dense-tied")!r}, wmode="q4", pin=False)
+session = engine.session(512)
+session.compile()
+sequence = session._sequence
+rng = np.random.default_rng(0)
+stopped = 0
+for i in range(400):
+    sequence.length = 0
+    timer = threading.Timer(rng.uniform(0, 0.004), lambda: sequence._signal(16))
+    timer.start()
+    session.prefill(rng.integers(0, 150, 200))
+    session.step(5)
+    timer.join()
+print("ok")
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0 and done.stdout == "ok\n", done.stderr
+
+
+def test_a_thread_that_fails_does_not_keep_the_others_waiting():
+    with qwenc.load(GOLDENS / "llama-smol", wmode="q8", pin=False, threads=2) as engine:
+        session = engine.session(64)
+        session.prefill([1, 2, 3])
+        run = engine._team.run
+
+        def fail_on_the_last(function, **events):
+            def one_fails(rank):
+                if rank == engine.threads - 1:
+                    raise MemoryError("injected")
+                function(rank)
+
+            run(one_fails, **events)
+
+        engine._team.run = fail_on_the_last
+        with pytest.raises(MemoryError, match="injected"):
+            session.step(4)
+
+
+def test_held_text_of_a_generation_that_is_cut_short(tmp_path):
+    from tiny_model import write_tiny_model
+
+    folder = write_tiny_model(tmp_path / "model")
+    with qwenc.load(folder, wmode="q8") as engine:
+        whole = "".join(step.text for step in engine.generate("hello", max_tokens=12, ignore_eos=True))
+        cut = engine.generate("hello", max_tokens=12, ignore_eos=True, stop=[whole[:6] + "never"])
+        seen = "".join(next(cut).text for _ in range(2))
+        held = engine.held_text()
+        assert seen == "" and held and whole.startswith(held)
+        assert engine.held_text() == ""
 
 
 def test_settings_default_to_what_a_packed_file_holds(tmp_path):

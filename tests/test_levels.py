@@ -79,3 +79,14 @@ def test_arm_needs_the_dot_product(monkeypatch, features, expected):
     monkeypatch.setenv("NUMBA_CPU_FEATURES", features)
     assert level.choose_level().name == expected
     assert host_features()
+
+
+def test_a_cpu_named_for_numba_has_no_features_of_its_own(monkeypatch):
+    """NUMBA_CPU_NAME=generic, the way to share a cache between machines, used to abort in LLVM."""
+    done = run(
+        "import numpy as np; from qwenc.kernels import simd, level; from qwenc.kernels.jit import helper\n"
+        "@helper\ndef f(h, y): simd.store(y, 0, simd.load_half(h, 0))\n"
+        "y = np.zeros(16, np.float32); f(np.full(16, 0x3C00, np.uint16), y); print(level.LEVEL.name, y.sum())",
+        NUMBA_CPU_NAME="generic",
+    )
+    assert done.stdout == "plain 16.0\n", done.stderr

@@ -75,6 +75,27 @@ def test_more_threads_than_there_are(tmp_path):
     assert choice.threads == 2 and "64 threads asked for, 2 usable" in choice.note
 
 
+def test_the_tightest_cgroup_counts(tmp_path, monkeypatch):
+    from qwenc.machine import cpus
+
+    monkeypatch.setattr(cpus, "_own_cgroups", lambda: {"": "/a.slice/b.service"})
+    for path, limit in (("", "max 100000"), ("a.slice", "50000 100000"), ("a.slice/b.service", "max 100000")):
+        (tmp_path / path).mkdir(exist_ok=True)
+        (tmp_path / path / "cpu.max").write_text(limit)
+    assert cgroup_quota(tmp_path) == 0.5
+
+
+def test_no_home_makes_no_folder_called_tilde(tmp_path, monkeypatch):
+    from qwenc.machine import folders
+
+    monkeypatch.delenv("QWENC_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(folders.os.path, "expanduser", lambda path: path)
+    assert folders.cache_root().is_absolute()
+    with pytest.raises(OSError):
+        folders.cache_root().mkdir(parents=True)
+
+
 @pytest.mark.parametrize("pin", [True, False])
 def test_a_team_runs_every_rank_and_leaves_the_mask(pin):
     before = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None

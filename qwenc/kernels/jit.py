@@ -19,8 +19,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numba
-from numba.core import caching
+from qwenc.errors import UsageError
+
+try:
+    import numba
+    from numba.core import caching
+except ValueError as error:  # a NUMBA_* variable that it cannot read
+    raise UsageError(f"numba does not start: {error}") from None
 
 from qwenc.kernels.level import LEVEL
 from qwenc.machine.folders import cache_root

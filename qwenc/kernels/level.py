@@ -49,8 +49,10 @@ LEVELS = (
 
 
 def host_features() -> frozenset[str]:
-    """CPU feature names as LLVM spells them; NUMBA_CPU_FEATURES replaces them, as it does in Numba."""
+    """CPU feature names as LLVM spells them. NUMBA_CPU_FEATURES replaces them, and NUMBA_CPU_NAME alone leaves none, as in Numba."""
     named = os.environ.get("NUMBA_CPU_FEATURES")
+    if named is None and os.environ.get("NUMBA_CPU_NAME"):
+        named = ""
     if named is not None:
         return frozenset(f[1:] for f in named.split(",") if f.startswith("+"))
     return frozenset(name for name, present in llvm.get_host_cpu_features().items() if present)

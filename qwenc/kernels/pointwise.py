@@ -11,13 +11,16 @@ from qwenc.kernels.jit import helper
 
 @helper
 def rms_norm(x, x_at, weight, weight_at, count, eps, out, out_at):
-    """out = weight · x / sqrt(mean(x²) + eps) over `count` values. All three are padded with zeros to a multiple of 16."""
+    """out = weight · x / sqrt(mean(x²) + eps) over `count` values. All three are padded with zeros to a multiple of 16.
+
+    Where the squares overflow the result is NaN: dividing by an infinite mean would give zeros, and zeros look like an answer.
+    """
     squares = simd.splat(np.float32(0.0))
     for i in range(0, count, 16):
         v = simd.load(x, x_at + i)
         squares = simd.fma(v, v, squares)
     mean = simd.lane_sum(squares) / np.float32(count)
-    scale = simd.splat(np.float32(1.0) / np.sqrt(mean + eps))
+    scale = simd.splat(np.float32(1.0) / np.sqrt(mean + eps) if mean < np.inf else np.float32(np.nan))
     for i in range(0, count, 16):
         simd.store(out, out_at + i, simd.mul(simd.load(weight, weight_at + i), simd.mul(simd.load(x, x_at + i), scale)))
 

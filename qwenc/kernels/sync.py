@@ -20,8 +20,10 @@ from qwenc.kernels.level import ARM, LEVEL
 from qwenc.kernels.simd import pointer_to
 
 SPINS = 2000  # looks at the barrier before the thread yields: about 30 µs
-ARRIVED, GENERATION, STOP = 0, 8, 16  # slots of the sync array, a cache line apart
-SYNC_SLOTS = 24
+# slots of the sync array, a cache line apart. STOP: the caller asks to leave; LEAVING: rank 0 has agreed; BROKEN: a thread is gone,
+# nobody waits any more
+ARRIVED, GENERATION, STOP, LEAVING, BROKEN = 0, 8, 16, 24, 32
+SYNC_SLOTS = 40
 CLOCK_MONOTONIC = 6 if sys.platform == "darwin" else 1
 
 
@@ -111,6 +113,8 @@ def barrier(team):
         looks += 1
         if looks < SPINS:
             relax()
+        elif read_acquire(team.sync, BROKEN) != 0:
+            return
         else:
             yield_core()
 
@@ -132,9 +136,18 @@ def lap(team, slot, since):
 
 
 @helper
-def stopped(team):
-    """Whether the caller asked the team to leave the step (Ctrl-C)."""
-    return read_acquire(team.sync, STOP) != 0
+def agree_to_leave(team):
+    """Rank 0 passes the caller's wish to stop on. Between two barriers; the threads look (`leaving`) between the second of them and a
+    third, so
+    that all see the same answer: one that left alone would keep the others waiting for ever."""
+    if team.rank == 0 and read_acquire(team.sync, STOP) != 0:
+        fetch_add(team.sync, LEAVING, 1)
+
+
+@helper
+def leaving(team):
+    """Whether all threads leave the step now."""
+    return read_acquire(team.sync, LEAVING) != 0
 
 
 @helper

@@ -64,19 +64,22 @@ def fast_cores(usable: list[int], sysfs: Path) -> list[int]:
 
 
 def cgroup_quota(root: Path) -> float | None:
-    """CPUs that the cgroup grants: v2 `cpu.max`, else v1 `cpu.cfs_quota_us`. None without a limit."""
+    """CPUs that the cgroup and its ancestors grant: v2 `cpu.max`, v1 `cpu.cfs_quota_us`; the least of all. None without a limit."""
     own = _own_cgroups()
-    candidates = [root / own.get("", "").lstrip("/"), root]
-    for folder in candidates:
-        text = _text(folder / "cpu.max")
-        if text:
-            quota, _, period = text.partition(" ")
-            return _ratio(quota, period or "100000")
-    for folder in (root / "cpu" / own.get("cpu", "").lstrip("/"), root / "cpu", root / "cpu,cpuacct"):
-        limit = _text(folder / "cpu.cfs_quota_us")
-        if limit:
-            return _ratio(limit, _text(folder / "cpu.cfs_period_us") or "100000")
-    return None
+    quotas = []
+    for folder in _and_parents(root, own.get("", "")):
+        quota, _, period = (_text(folder / "cpu.max") or "max").partition(" ")
+        quotas.append(_ratio(quota, period or "100000"))
+    for name in ("cpu", "cpu,cpuacct"):
+        for folder in _and_parents(root / name, own.get("cpu", "")):
+            quotas.append(_ratio(_text(folder / "cpu.cfs_quota_us") or "-1", _text(folder / "cpu.cfs_period_us") or "100000"))
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def _and_parents(root: Path, path: str) -> list[Path]:
+    """root/path and every folder above it, down from root (inside a container the path may not exist below root)."""
+    parts = [part for part in path.split("/") if part not in ("", "..")]
+    return [root.joinpath(*parts[:depth]) for depth in range(len(parts) + 1)]
 
 
 def _own_cgroups() -> dict[str, str]:

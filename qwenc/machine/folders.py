@@ -7,12 +7,14 @@ from pathlib import Path
 
 
 def cache_root() -> Path:
-    """`QWENC_CACHE`, else `$XDG_CACHE_HOME/qwenc`, else `~/.cache/qwenc`. Not created here. Falls back to a relative
-    path that cannot be written where there is no home folder; callers treat an unwritable cache as no cache."""
+    """`QWENC_CACHE`, else `$XDG_CACHE_HOME/qwenc`, else `~/.cache/qwenc`. Not created here. Without a home folder it is a path that
+    nobody can write:
+    callers treat an unwritable cache as no cache, or ask for QWENC_CACHE."""
     named = os.environ.get("QWENC_CACHE")
     if named:
-        return Path(named)
+        return Path(os.path.expanduser(named))
     xdg = os.environ.get("XDG_CACHE_HOME")
     if xdg:
         return Path(xdg) / "qwenc"
-    return Path(os.path.expanduser("~")) / ".cache" / "qwenc"
+    home = os.path.expanduser("~")
+    return Path(os.devnull if home == "~" else home) / ".cache" / "qwenc"

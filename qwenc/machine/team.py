@@ -18,8 +18,9 @@ from qwenc.errors import QwencError
 class _Job:
     """One call of `run`. taken: which ranks have begun; errors: one entry per rank that is done, None if all went well."""
 
-    def __init__(self, function: Callable[[int], Any], size: int):
+    def __init__(self, function: Callable[[int], Any], size: int, on_error: Callable[[], None] | None):
         self.function = function
+        self.on_error = on_error
         self.taken = [False] * size
         self.errors: list[BaseException | None] = []
 
@@ -41,22 +42,23 @@ class ThreadTeam:
         for thread in self._threads:
             thread.start()
 
-    def run(self, function: Callable[[int], Any], on_interrupt: Callable[[], None] | None = None) -> None:
+    def run(
+        self, function: Callable[[int], Any], on_interrupt: Callable[[], None] | None = None, on_error: Callable[[], None] | None = None
+    ) -> None:
         """Call function(rank) on every thread; wait for all, even through Ctrl-C (then `on_interrupt` is called, to ask the threads to
-        leave early, and KeyboardInterrupt raised once they have). The first error of a thread is raised here. Calls from several
-        threads wait for each other. Raises QwencError once closed, or in a forked child, which has none of the threads."""
+        leave early, and KeyboardInterrupt raised once they have). The first error of a thread is raised here; `on_error` is called at
+        once in that thread, to free those that wait for it. Calls from several threads wait for each other. Raises QwencError once
+        closed, or in a forked child, which has none of the threads."""
         if os.getpid() != self._process:
             raise QwencError("the engine was loaded before this process was forked: load it in the process that uses it")
         with self._one_at_a_time:
             if not self._jobs:
                 raise QwencError("the engine is closed")
-            self._run(function, on_interrupt)
+            self._run(_Job(function, self.size, on_error), on_interrupt)
 
-    def _run(self, function: Callable[[int], Any], on_interrupt: Callable[[], None] | None) -> None:
-        """KeyboardInterrupt may strike between any two of these instructions. So whatever it may cut off is done again without harm,
-        and the
-        wait asks what the threads have done, not what it has heard from them."""
-        job = _Job(function, self.size)
+    def _run(self, job: _Job, on_interrupt: Callable[[], None] | None) -> None:
+        """KeyboardInterrupt may strike between any two of these instructions. So whatever it may cut off is done again without
+        harm, and the wait asks what the threads have done, not what it has heard from them."""
         interrupt: KeyboardInterrupt | None = None
         while len(job.errors) < self.size:
             try:
@@ -94,6 +96,8 @@ class ThreadTeam:
                 job.function(rank)
             except BaseException as caught:
                 error = caught
+                if job.on_error:
+                    job.on_error()
             job.errors.append(error)
             self._wake.put(None)
 

@@ -17,7 +17,7 @@ from qwenc.kernels.jit import helper, jit
 from qwenc.kernels.linear import linear_one, prepare, read_row, row_tiles
 from qwenc.kernels.pointwise import add_into, all_finite, rms_norm, rotate, scale_into, silu_mul
 from qwenc.kernels.records import new_acts
-from qwenc.kernels.sync import barrier, chunk_of, claim, lap, now_ns, stopped
+from qwenc.kernels.sync import agree_to_leave, barrier, chunk_of, claim, lap, leaving, now_ns
 from qwenc.model.moe import experts_one
 from qwenc.model.overloads import is_absent, quantised
 from qwenc.model.records import ATTN, DOWN, GATE_UP, KV, LM_HEAD, NORM, OTHER_LOOP, OUT, QKV, ROPE, SPANS
@@ -27,13 +27,13 @@ from qwenc.model.records import ATTN, DOWN, GATE_UP, KV, LM_HEAD, NORM, OTHER_LO
 def decode_step(team, w, shape, cache, b, token, position, cos, sin):
     """Put `token` at `position` and leave the logits of the next one in b.logits[0].
 
-    cos, sin float32 [1, head_dim/2] of this position. Work claims must be zero. Leaves early, at a layer's end, when the team is stopped.
+    cos, sin float32 [1, head_dim/2] of this position. Work claims must be zero. Leaves early, in a layer, when the team is stopped.
     """
     now = now_ns()
     if team.rank == 0:
         read_row(w.embed, token, b.x, 0)
     normed = np.zeros(shape.hidden_room, np.float32)
-    acts = new_acts(quantised(w.qkv), max(max(shape.hidden_room, b.attn.shape[1]), b.ffn.size), 1)
+    acts = new_acts(quantised(w.qkv), max(max(shape.hidden_room, b.attn.shape[1]), max(b.ffn.size, b.expert_ffn.size)), 1)
     rows = new_rows(shape.heads // shape.kv_heads, shape.head_room)
     barrier(team)
     now = lap(team, OTHER_LOOP, now)
@@ -48,8 +48,11 @@ def decode_step(team, w, shape, cache, b, token, position, cos, sin):
         now = attend(team, phase + 1, w, shape, cache, b, rows, layer, position, cos, sin, now)
 
         prepare(w.o, b.attn, 0, acts, 1, 0)
+        agree_to_leave(team)
         matrix_rows_added(team, phase + 3, w.o, layer, acts, b.x)
         now = lap(team, OUT, now)
+        if leaving(team):
+            break
 
         rms_norm(b.x, 0, w.post_norm, layer * shape.hidden_room, shape.hidden, shape.eps, normed, 0)
         dense = w.mlp[layer]
@@ -60,8 +63,6 @@ def decode_step(team, w, shape, cache, b, token, position, cos, sin):
         phase += 7
         if team.rank == 0 and team.health[0] < 0 and not all_finite(b.x, 0, shape.hidden_room):
             team.health[0] = layer
-        if stopped(team):
-            break
     rms_norm(b.x, 0, w.final_norm, 0, shape.hidden, shape.eps, normed, 0)
     prepare(w.lm_head, normed, 0, acts, 1, 0)
     now = lap(team, NORM, now)

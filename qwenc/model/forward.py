@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import numba
@@ -12,7 +13,8 @@ from qwenc.attention.cache import new_cache
 from qwenc.checkpoint.packed import Packed
 from qwenc.errors import QwencError, UsageError
 from qwenc.kernels.jit import compiling
-from qwenc.kernels.sync import STOP, new_sync
+from qwenc.kernels.sync import BROKEN, STOP, new_sync
+from qwenc.machine.later import Later
 from qwenc.machine.team import ThreadTeam
 from qwenc.model.decode import decode_phases, decode_step
 from qwenc.model.prefill import prefill_phases, prefill_step
@@ -26,6 +28,8 @@ class Model:
     """Weights and shape of one packed file, ready to run in a wmode that the file holds."""
 
     def __init__(self, packed: Packed, wmode: str, team: ThreadTeam):
+        if numba.config.DISABLE_JIT:
+            raise UsageError("NUMBA_DISABLE_JIT is set, but the model runs as compiled code only")
         prefill_fmt, decode_fmt = ("q8fast", "q4") if wmode == "dual" else (wmode, wmode)
         self.config = packed.config
         self.shape = make_shape(packed.config)
@@ -46,7 +50,7 @@ class Sequence:
         shape = model.shape
         self.model = model
         self.capacity = capacity
-        self.prefill_batch = prefill_batch
+        self.prefill_batch = min(prefill_batch, capacity)
         self.cache = new_cache(kv, capacity, shape.layers, shape.kv_heads, shape.head_room)
         self.length = 0
         self.bad_layer: int | None = None
@@ -103,7 +107,9 @@ class Sequence:
             for done, (step, arguments) in enumerate(jobs):
                 if told:
                     reporter.progress("compile", done, len(jobs), "steps")
-                step.compile(tuple(numba.typeof(argument) for argument in arguments))
+                types = tuple(numba.typeof(argument) for argument in arguments)
+                # in a thread of its own: LLVM's callbacks swallow a KeyboardInterrupt that comes while they run
+                Later(partial(step.compile, types)).result()
         if told:
             reporter.progress("compile", len(jobs), len(jobs), "steps")
 
@@ -119,12 +125,14 @@ class Sequence:
         threads = self.model.team.size
         began = time.perf_counter_ns()
         self.model.team.run(
-            lambda rank: step(Team(rank, threads, self._sync, self._claims, self.timer, self._health)), on_interrupt=self._stop
+            lambda rank: step(Team(rank, threads, self._sync, self._claims, self.timer, self._health)),
+            on_interrupt=lambda: self._signal(STOP),
+            on_error=lambda: self._signal(BROKEN),
         )
         self.step_ns = time.perf_counter_ns() - began
 
-    def _stop(self) -> None:
-        self._sync[STOP] = 1
+    def _signal(self, slot: int) -> None:
+        self._sync[slot] = 1
 
     def _check_room(self, count: int) -> None:
         if self.length + count > self.capacity:

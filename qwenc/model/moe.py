@@ -76,7 +76,7 @@ def _experts_one(team, phase, router, gate_up, down, shape, layer, normed, acts,
         now = lap(team, NORM, now)
 
         pairs = row_tiles(gate_up) // 2
-        width = b.ffn.size // count
+        width = b.expert_ffn.size // count
         sums = np.empty(32, np.float32)
         chunk = chunk_of(pairs * count)
         first = claim(team, phase + 1) * chunk
@@ -86,13 +86,13 @@ def _experts_one(team, phase, router, gate_up, down, shape, layer, normed, acts,
                 stack = layer * experts + choice[slot]
                 linear_one(gate_up, stack, 2 * pair, acts, 0, sums, 0)
                 linear_one(gate_up, stack, 2 * pair + 1, acts, 0, sums, 16)
-                silu_mul(sums, 0, 16, b.ffn, slot * width + 16 * pair)
+                silu_mul(sums, 0, 16, b.expert_ffn, slot * width + 16 * pair)
             first = claim(team, phase + 1) * chunk
         barrier(team)
         now = lap(team, GATE_UP, now)
 
         for slot in range(count):
-            prepare(down, b.ffn, slot * width, acts, 1, slot)
+            prepare(down, b.expert_ffn, slot * width, acts, 1, slot)
         tiles = row_tiles(down)
         tile = claim(team, phase + 2)
         while tile < tiles:
@@ -138,7 +138,7 @@ def _experts_many(team, phase, w, router, gate_up, down, shape, block, layer, to
         token_tile = claim(team, phase + 3)
         while token_tile < b.expert_tile[experts]:
             for place in range(token_tile * TILE, (token_tile + 1) * TILE):
-                prepare(down, b.ffn, place * width, acts, TILE, place)
+                prepare(down, b.expert_ffn, place * width, acts, TILE, place)
             token_tile = claim(team, phase + 3)
         barrier(team)
         now = lap(team, NORM, now)
@@ -192,7 +192,7 @@ def place_by_expert(b, tokens, count, experts):
 
 @helper
 def expert_gate_up(team, phase, gate_up, down, layer, experts, acts, b):
-    """b.ffn [place, width] = silu(gate) · up; returns the width of a row."""
+    """b.expert_ffn [place, width] = silu(gate) · up; returns the width of a row."""
     pairs = row_tiles(gate_up) // 2
     width = (pairs * 16 + 31) // 32 * 32
     parts = 4  # of an expert's rows per claim
@@ -206,7 +206,7 @@ def expert_gate_up(team, phase, gate_up, down, layer, experts, acts, b):
                     linear_many(gate_up, layer * experts + e, 2 * pair, acts, token_tile, sums, 0)
                     linear_many(gate_up, layer * experts + e, 2 * pair + 1, acts, token_tile, sums, TILE * 16)
                     for i in range(TILE):
-                        silu_mul(sums, 16 * i, (TILE + i) * 16, b.ffn, (token_tile * TILE + i) * width + 16 * pair)
+                        silu_mul(sums, 16 * i, (TILE + i) * 16, b.expert_ffn, (token_tile * TILE + i) * width + 16 * pair)
         item = claim(team, phase)
     barrier(team)
     return width

@@ -14,7 +14,7 @@ from qwenc.kernels.jit import helper, jit
 from qwenc.kernels.linear import linear_many, linear_one, prepare, read_row, row_tiles
 from qwenc.kernels.pointwise import add_into, all_finite, copy_into, rms_norm, rotate, scale_into, silu_mul
 from qwenc.kernels.records import TILE, new_acts
-from qwenc.kernels.sync import barrier, chunk_of, claim, lap, now_ns, stopped
+from qwenc.kernels.sync import agree_to_leave, barrier, chunk_of, claim, lap, leaving, now_ns
 from qwenc.model.moe import experts_many
 from qwenc.model.overloads import is_absent, quantised
 from qwenc.model.records import ATTN, DOWN, GATE_UP, LM_HEAD, NORM, OTHER_LOOP, OUT, QKV, ROPE
@@ -51,8 +51,11 @@ def prefill_step(team, w, shape, cache, b, ids, position, cos, sin, all_logits):
 
         prepare_rows_of(team, phase + 4, w.o, tokens, b.attn, b.attn.shape[1], b)
         now = lap(team, NORM, now)
+        agree_to_leave(team)
         matrix_tokens_added(team, phase + 5, w.o, layer, tokens, b.acts, b.x)
         now = lap(team, OUT, now)
+        if leaving(team):
+            break
 
         dense = w.mlp[layer]
         if dense >= 0:
@@ -63,8 +66,6 @@ def prefill_step(team, w, shape, cache, b, ids, position, cos, sin, all_logits):
         phase += PHASES_PER_LAYER
         if team.rank == 0 and team.health[0] < 0 and not all_finite(b.x, 0, tokens * shape.hidden_room):
             team.health[0] = layer
-        if stopped(team):
-            break
     if all_logits:
         prepare_normed(team, phase, w.lm_head, w.final_norm, 0, shape, tokens, b)
         now = lap(team, NORM, now)

@@ -72,17 +72,18 @@ TIMER_SLOTS = 12
 class Buffers(NamedTuple):
     """Run state of a mini-batch of `tokens` tokens (1 in decode), float32, shared by the team.
 
-    x [tokens, hidden_room] residual stream; qkv [tokens, qkv rows]; attn [tokens, heads·head_room]; ffn [tokens or
-    tokens·experts_per_token, ffn width]; logits [tokens, vocabulary rows] or [1, …]; acts: activations as matrices read them. part_o
-    [kv_heads·SPANS, group, head_room], part_m, part_l [kv_heads·SPANS, group]: attention of parts of a long context. gate float32
-    [tokens, experts]; choice int64, choice_weight float32 [tokens, experts_per_token]; place int64 [tokens, experts_per_token]: row of
-    an assignment in the order by expert; expert_tile int64 [experts + 1]: first token tile of an expert; y [places, hidden_room].
+    x [tokens, hidden_room] residual stream; qkv [tokens, qkv rows]; attn [tokens, heads·head_room]; ffn [tokens, ffn width]; expert_ffn
+    [places, expert width]; logits [tokens, vocabulary rows] or [1, …]; acts: activations as matrices read them. part_o [kv_heads·SPANS,
+    group, head_room], part_m, part_l [kv_heads·SPANS, group]: attention of parts of a long context. gate float32 [tokens, experts];
+    choice int64, choice_weight float32 [tokens, experts_per_token]; place int64 [tokens, experts_per_token]: row of an assignment in
+    the order by expert; expert_tile int64 [experts + 1]: first token tile of an expert; y [places, hidden_room].
     """
 
     x: np.ndarray
     qkv: np.ndarray
     attn: np.ndarray
     ffn: np.ndarray
+    expert_ffn: np.ndarray
     logits: np.ndarray
     acts: Acts
     part_o: np.ndarray
@@ -123,7 +124,8 @@ def new_buffers(shape: Shape, weights: Weights, tokens: int, *, all_logits: bool
         x=f32(tokens, shape.hidden_room),
         qkv=f32(tokens, padded_rows(weights.qkv)),
         attn=f32(tokens, padded_inputs(weights.o)),
-        ffn=f32(max(tokens * dense_width, places * expert_width)),
+        ffn=f32(tokens * dense_width),
+        expert_ffn=f32(places * expert_width),  # of its own: what pads a row must stay zero
         logits=f32(tokens if all_logits else 1, padded_rows(weights.lm_head)),
         acts=new_acts(is_quantised(weights.qkv), 0 if decode else acts, 1),
         part_o=f32(parts, group, shape.head_room),

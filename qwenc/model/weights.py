@@ -49,10 +49,10 @@ def make_weights(packed: Packed, fmt: str) -> Weights:
         found = tensors.get(name)
         return np.zeros((0, room), np.float32) if found is None else _padded(found, room)
 
-    embed, lm_head = matrix("embed"), matrix("lm_head")
+    embed = matrix("embed")
     return Weights(
         embed=embed,
-        lm_head=embed if lm_head is None else lm_head,
+        lm_head=embed if config.tie_word_embeddings else matrix("lm_head"),
         qkv=matrix("qkv"),
         o=matrix("o"),
         gate_up=matrix("gate_up"),
