@@ -1,11 +1,14 @@
 """`python cli.py …` from a checkout, from any working directory: the same command as the installed `qwenc`."""
 
+import os
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
 
 if __name__ == "__main__":
-    from qwenc.commands.main import main
+    try:
+        from qwenc.commands.main import main
 
-    main()
+        main()
+    except KeyboardInterrupt:  # while that was imported
+        sys.exit(130)

@@ -1,6 +1,11 @@
 """`python -m qwenc …`."""
 
-from qwenc.commands.main import main
+import sys
 
 if __name__ == "__main__":
-    main()
+    try:
+        from qwenc.commands.main import main
+
+        main()
+    except KeyboardInterrupt:  # while that was imported
+        sys.exit(130)

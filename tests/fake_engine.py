@@ -58,6 +58,9 @@ class FakeEngine:
     def __exit__(self, *_):
         calls.append(("close", None))
 
+    def held_text(self):
+        return self.script.get("held", "")
+
     def encode_prompt(self, text, raw=False, system=None, think=None, template_kwargs=None):
         calls.append(("encode_prompt", {"text": text, "raw": raw, "system": system, "think": think, "template_kwargs": template_kwargs}))
         return list(range(max(1, len(text))))

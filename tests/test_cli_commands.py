@@ -11,7 +11,7 @@ import pytest
 from checkpoints import LLAMA, MOE, write_checkpoint
 from tiny_model import TOKENS, write_tiny_model
 
-from qwenc.commands.main import run_command
+from qwenc.commands.dispatch import run_command
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -9,7 +9,7 @@ import sys
 import fake_engine
 import pytest
 
-from qwenc.commands.main import run_command
+from qwenc.commands.dispatch import run_command
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_text_on_stdout_and_timings_then_summary_on_stderr(cli):
     code, out, err = cli("-m", "M", "hi")
     assert (code, out) == (0, "Hello wörld\n")
     assert [line.split()[0] for line in err[-4:-1]] == TIMING_LINES
-    assert err[-1].startswith("qwenc: load 0.50 s, JIT 0.00 s, prefill 2 tok (20.0 tok/s), decode 4 tok (20.0 tok/s), peak RSS ")
+    assert err[-1].startswith("qwenc: load 0.50 s, JIT 0.00 s, prefill 2 tok (20.0 tok/s), decode 4 tok (20.0 tok/s over 4 timed), peak ")
     assert err[-1].endswith(" 2 threads on cores 0-1 [length]")
 
 
@@ -343,7 +343,7 @@ def test_interrupt_keeps_the_text_and_prints_the_summary(cli, args):
     code, out, err = cli("-m", "M", *args, "hi", script={"failure": "interrupt", "fail_at": 3})
     assert (code, out) == (130, "Hello\n")
     assert [line.split()[0] for line in err[-4:-1]] == TIMING_LINES
-    assert err[-1].endswith("[interrupt]") and "prefill 2 tok (20.0 tok/s), decode 3 tok (20.0 tok/s)" in err[-1]
+    assert err[-1].endswith("[interrupt]") and "prefill 2 tok (20.0 tok/s), decode 3 tok (20.0 tok/s over 3 timed)" in err[-1]
     assert ("close", None) in fake_engine.calls
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from qwenc.commands.main import cli
+from qwenc.commands.dispatch import cli
 from qwenc.version import __version__
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
-from typing import NoReturn
 
 import click
 
@@ -14,7 +14,7 @@ from qwenc.commands.info import info
 from qwenc.commands.params import DefaultGroup, debugging
 from qwenc.commands.run import INTERRUPTED, run
 from qwenc.commands.screen import ClosedPipe, one_line, say, say_traceback, silence
-from qwenc.errors import QwencError
+from qwenc.errors import QwencError, UsageError
 
 FAILED = 1
 CLOSED_PIPE = 0  # the reader has what it wanted: `qwenc … | head -1` succeeded
@@ -40,23 +40,21 @@ for command in (run, info, env, convert):
     cli.add_command(command)
 
 
-def main() -> NoReturn:
-    """The console script."""
-    code = run_command(sys.argv[1:])
+def flush() -> None:
+    """Writes out what the standard streams hold; one that is broken is silenced."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:
                 stream.flush()
         except (OSError, ValueError):
             silence(stream)
-    sys.exit(code)
 
 
 def run_command(args: list[str]) -> int:
     """Runs one command line and returns its exit code."""
     try:
-        if "_QWENC_COMPLETE" in os.environ:
-            cli.main(args, prog_name="qwenc")
+        if os.environ.get("_QWENC_COMPLETE"):
+            _complete(args, os.environ["_QWENC_COMPLETE"])
         with cli.make_context("qwenc", args) as ctx:
             cli.invoke(ctx)
         return 0
@@ -69,17 +67,27 @@ def run_command(args: list[str]) -> int:
     except Exception as error:
         if debugging() and not isinstance(error, click.ClickException):
             say_traceback()
-        line, code = _explain(error)
+        line, code = _explain(error, args)
         say(f"qwenc: error: {line}")
         return code
 
 
-def _explain(error: Exception) -> tuple[str, int]:
+def _complete(args: list[str], instruction: str) -> None:
+    """Shell completion, which exits by itself; click says nothing about an instruction that it does not know."""
+    from click.shell_completion import get_completion_class
+
+    shell, _, action = instruction.partition("_")
+    if get_completion_class(shell) is None or action not in ("source", "complete"):
+        raise UsageError(f"_QWENC_COMPLETE must be bash_source, zsh_source or fish_source, not {instruction!r}")
+    cli.main(args, prog_name="qwenc")
+
+
+def _explain(error: Exception, args: list[str]) -> tuple[str, int]:
     """(one line, exit code) of a failure."""
     if isinstance(error, QwencError):
         return str(error), error.exit_code
     if isinstance(error, click.ClickException):
-        return _usage_text(error), error.exit_code
+        return _usage_text(error, args), error.exit_code
     if isinstance(error, ModuleNotFoundError):
         return f"the Python package {error.name} is missing: install qwenc with what it needs (pip install .)", FAILED
     if isinstance(error, MemoryError):
@@ -89,6 +97,11 @@ def _explain(error: Exception) -> tuple[str, int]:
     return f"internal error ({type(error).__name__}: {one_line(str(error))}); QWENC_DEBUG=1 shows where", FAILED
 
 
-def _usage_text(error: click.ClickException) -> str:
+def _usage_text(error: click.ClickException, args: list[str]) -> str:
     text = error.format_message()
-    return text.rstrip(".") + (": quote a prompt of several words" if "unexpected extra argument" in text else "")
+    if "unexpected extra argument" not in text:
+        return text.rstrip(".")
+    near = difflib.get_close_matches(args[0], cli.commands, 1)
+    if near and args[0] not in cli.commands:
+        return f"{args[0]!r} is no command; did you mean {near[0]!r}? (Quote a prompt of several words)"
+    return text.rstrip(".") + ": quote a prompt of several words"

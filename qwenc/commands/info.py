@@ -55,8 +55,9 @@ class Described:
 
 
 def describe(model: Described) -> dict[str, Any]:
-    """Everything about `model` as JSON values; sizes in bytes."""
+    """Everything about `model` as JSON values; sizes in bytes. packed_bytes: by every mode that it can run in."""
     from qwenc.checkpoint.layout import matrices, packed_tensors
+    from qwenc.checkpoint.model_cache import serves
     from qwenc.settings import WMODES
     from qwenc.text.prompt import resolve_eos
     from qwenc.text.template import find_template
@@ -66,7 +67,8 @@ def describe(model: Described) -> dict[str, Any]:
     tokenizer = None if model.tokenizer_json is None else Tokenizer(model.tokenizer_json, model.tokenizer_config)
     template = find_template(model.chat_template, model.tokenizer_config)
     weights = sum(math.prod((*matrix.stack, matrix.rows, matrix.inputs)) for matrix in matrices(config))
-    packed_bytes = {wmode: sum(spec.nbytes for spec in packed_tensors(config, wmode).values()) for wmode in WMODES}
+    runs_as = [wmode for wmode in WMODES if model.wmode is None or serves(model.wmode, wmode)]
+    packed_bytes = {wmode: sum(spec.nbytes for spec in packed_tensors(config, wmode).values()) for wmode in runs_as}
     heads = config.num_hidden_layers * 2 * config.num_key_value_heads  # K and V rows of one token
     return {
         "model": str(model.path),

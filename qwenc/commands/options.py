@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from qwenc.commands.model_path import packed_wmode
-from qwenc.commands.params import FileName, WholeNumber, color_option, json_option, option, quiet_option, verbose_option
+from qwenc.commands.params import FileName, WholeNumber, color_option, json_option, option, option_name, quiet_option, verbose_option
 from qwenc.commands.prompt_input import argument_text, read_prompt, template_arguments
 from qwenc.errors import UsageError
 from qwenc.settings import KV_TYPES, WMODES, Settings
@@ -33,17 +33,19 @@ _OPTIONS = (
     option("--chat-template-kwargs", metavar="JSON", help="More variables for the chat template, a JSON object; they win over --think."),
     option("--raw", is_flag=True, help="Complete the text as it is: no chat template, and control tokens spelled in it count."),
     # how long
-    option("-n", "--max-tokens", type=WholeNumber(min=0), default=256, show_default=True, metavar="N", help="Most tokens to generate."),
-    option("-c", "--ctx-size", type=int, metavar="N", help="Most tokens of prompt and answer. Default: what the model was made for."),
+    option("-n", "--max-tokens", type=WholeNumber(0), default=256, show_default=True, metavar="N", help="Most tokens to generate."),
+    option(
+        "-c", "--ctx-size", type=WholeNumber(1), metavar="N", help="Most tokens of prompt and answer. Default: what the model was made for."
+    ),
     option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable. It may span tokens."),
     option("--ignore-eos", is_flag=True, help="Generate on past the model's end tokens."),
     # how to choose
     option("--temp", type=float, default=0.0, show_default=True, metavar="T", help="Temperature; 0 is greedy."),
-    option("--top-k", type=int, default=0, show_default=True, metavar="K", help="Draw from the K likeliest tokens; 0 is off."),
+    option("--top-k", type=WholeNumber(0), default=0, show_default=True, metavar="K", help="Draw from the K likeliest tokens; 0 is off."),
     option("--top-p", type=float, default=1.0, show_default=True, metavar="P", help="Draw from the fewest tokens that reach P; 1 is off."),
     option("--min-p", type=float, default=0.0, show_default=True, metavar="P", help="Drop tokens below P times the likeliest; 0 is off."),
     option("--repeat-penalty", type=float, default=1.0, show_default=True, metavar="X", help="Penalise tokens seen before; 1 is off."),
-    option("--seed", type=int, metavar="N", help="Make draws repeatable. Default: a fresh one, shown with -v."),
+    option("--seed", type=WholeNumber(0, bits=64), metavar="N", help="Make draws repeatable. Default: a fresh one, shown with -v."),
     # what to print
     option("--echo", is_flag=True, help="Print the prompt before the answer."),
     option("--no-stream", is_flag=True, help="Print the answer when it is complete."),
@@ -55,9 +57,9 @@ _OPTIONS = (
     # how to run
     option("--wmode", type=click.Choice(WMODES), help="Weights. Default: dual (q8 in prefill, q4 in decode); of a packed file its own."),
     option("--kv", type=click.Choice(KV_TYPES), default=KV_TYPES[0], show_default=True, help="KV cache."),
-    option("-t", "--threads", type=int, metavar="N", help="Compute threads. Default: the fast cores, at most 4."),
+    option("-t", "--threads", type=WholeNumber(1), metavar="N", help="Compute threads. Default: the fast cores, at most 4."),
     option("--pin/--no-pin", default=True, show_default=True, help="Keep each thread on one core."),
-    option("--prefill-batch", type=int, default=256, show_default=True, metavar="N", help="Prompt tokens computed at once."),
+    option("--prefill-batch", type=WholeNumber(1), default=256, show_default=True, metavar="N", help="Prompt tokens computed at once."),
     option("--offline", is_flag=True, help="Never ask the Hub."),
 )
 
@@ -157,4 +159,8 @@ def _without_overruled_variables(ctx: click.Context) -> dict[str, Any]:
 def _check_sampling(sampling: dict[str, Any]) -> None:
     from qwenc.sampling import SamplingParams  # numpy: not for --help
 
-    SamplingParams(**sampling)
+    try:
+        SamplingParams(**sampling)
+    except UsageError as error:
+        named, _, rest = str(error).partition(" ")
+        raise UsageError(f"{option_name(named) if named in sampling else named} {rest}") from None

@@ -52,7 +52,9 @@ def summary_line(outcome: Outcome, threads: int, cores: Sequence[int]) -> str:
     parts = []
     if outcome.timings is not None:
         parts += [f"load {outcome.timings.load_s:.2f} s", f"JIT {outcome.timings.compile_s:.2f} s"]
-    parts += [f"prefill {outcome.prompt_tokens} tok {_show_rate(prefill)}", f"decode {len(outcome.ids)} tok {_show_rate(decode)}"]
+    timed = outcome.timings.decode.n if outcome.timings is not None else 0  # the first token comes with the prefill: one less
+    parts.append(f"prefill {outcome.prompt_tokens} tok{_show_rate(prefill)}")
+    parts.append(f"decode {len(outcome.ids)} tok{_show_rate(decode, f' over {timed} timed')}")
     peak = peak_rss_bytes()
     if peak is not None:
         parts.append(f"peak RSS {show_bytes(peak)}")
@@ -122,8 +124,8 @@ def _rate(count: int, seconds: float) -> float | None:
     return count / seconds if count > 0 and seconds > 0 else None
 
 
-def _show_rate(rate: float | None) -> str:
-    return "" if rate is None else f"({rate:.1f} tok/s)"
+def _show_rate(rate: float | None, of: str = "") -> str:
+    return "" if rate is None else f" ({rate:.1f} tok/s{of})"
 
 
 def _plain(value: Any) -> Any:

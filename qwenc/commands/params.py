@@ -24,13 +24,45 @@ class FileName(click.ParamType):
         return [CompletionItem(incomplete, type="file")]
 
 
-class WholeNumber(click.IntRange):
-    """click's IntRange, in plain words."""
+class WholeNumber(click.ParamType):
+    """A whole number from `least` to 2^`bits` - 1."""
 
     name = "whole number"
 
-    def _describe_range(self) -> str:
-        return f"at least {self.min}" if self.max is None else super()._describe_range()
+    def __init__(self, least: int, bits: int = 31) -> None:
+        self.least, self.bits = least, bits
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            number = int(value)
+        except ValueError:  # also for more digits than Python reads
+            self.fail(f"{shorten(value)} is not a whole number of at most 2^{self.bits}-1", param, ctx)
+        if number < self.least:
+            self.fail(f"must be at least {self.least}, not {shorten(value)}", param, ctx)
+        if number >= 1 << self.bits:
+            self.fail(f"must be at most 2^{self.bits}-1, not {shorten(value)}", param, ctx)
+        return number
+
+
+class YesNo(click.types.BoolParamType):
+    """click's boolean, in plain words."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> bool:
+        found = self.bool_states.get(value.strip().lower()) if isinstance(value, str) else bool(value)
+        if found is None:
+            self.fail(f"must be 1 or 0 (also true or false, yes or no, on or off), not {shorten(value)}", param, ctx)
+        return found
+
+
+def shorten(value: object) -> str:
+    """`value` as Python spells it, for an error message."""
+    shown = repr(value)
+    return shown if len(shown) <= 60 else f"{shown[:57]}…"
+
+
+def option_name(name: str) -> str:
+    """--top-p of top_p."""
+    return f"--{name.replace('_', '-')}"
 
 
 class Option(click.Option):
@@ -38,6 +70,8 @@ class Option(click.Option):
 
     def __init__(self, declarations: list[str] | None = None, **attributes: Any) -> None:
         super().__init__(declarations, **attributes)
+        if isinstance(self.type, click.types.BoolParamType):
+            self.type = YesNo()
         longest = max((name for name in self.opts if name.startswith("--")), key=len, default="")
         if longest and self.envvar is None:
             self.envvar = "QWENC_" + longest.lstrip("-").replace("-", "_").upper()

@@ -10,13 +10,12 @@ from typing import Any
 
 import click
 
+from qwenc.commands.main import INTERRUPTED
 from qwenc.commands.options import RunOptions, read_options, run_options
 from qwenc.commands.outcome import Outcome, summary_line, timings_record, to_json
-from qwenc.commands.params import Command
+from qwenc.commands.params import Command, option_name
 from qwenc.commands.progress import ScreenReporter
 from qwenc.commands.screen import say, wants_color, write_out
-
-INTERRUPTED = 130
 
 EPILOG = """
 Examples:
@@ -47,6 +46,10 @@ def run(ctx: click.Context, **_values: Any) -> None:
     if sampling.seed is None and sampling.temp > 0:
         sampling = SamplingParams(**options.sampling | {"seed": secrets.randbits(32)})
         reporter.detail(f"seed {sampling.seed}")
+    idle = _without_effect(options.sampling)
+    if idle:
+        verb = "has" if len(idle) == 1 else "have"
+        reporter.note(f"{', '.join(idle)} {verb} no effect at --temp 0, which always takes the likeliest token")
     try:
         with qwenc.engine.load(options.model, reporter=reporter, **options.settings) as engine:
             outcome = _generate(engine, options, sampling, reporter)
@@ -58,6 +61,17 @@ def run(ctx: click.Context, **_values: Any) -> None:
         reporter.close()
     if outcome.finish_reason == "interrupt":
         ctx.exit(INTERRUPTED)
+
+
+def _without_effect(sampling: dict[str, Any]) -> list[str]:
+    """The options given that only matter where tokens are drawn, if none are."""
+    from qwenc.sampling import GREEDY_BELOW, SamplingParams
+
+    if sampling["temp"] >= GREEDY_BELOW:
+        return []
+    default = SamplingParams()
+    drawing = ("seed", "top_k", "top_p", "min_p")
+    return [option_name(name) for name in drawing if sampling[name] != getattr(default, name)]
 
 
 def _generate(engine: Any, options: RunOptions, sampling: Any, reporter: ScreenReporter) -> Outcome:
@@ -90,6 +104,11 @@ def _generate(engine: Any, options: RunOptions, sampling: Any, reporter: ScreenR
                     say(step.token_timing.line())
     except KeyboardInterrupt:
         outcome.finish_reason, outcome.timings = "interrupt", engine.timings
+        held = getattr(engine, "held_text", str)()  # what might have grown into a stop string, or half a character
+        if held:
+            outcome.texts.append(held)
+            if options.stream:
+                write_out(held)
     except Exception:
         if options.stream:
             _end_line(outcome.text)  # so that the error does not hang on the text

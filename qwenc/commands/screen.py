@@ -23,10 +23,7 @@ class ClosedPipe(Exception):
 def write_out(data: str | bytes) -> None:
     """All of `data` (text as UTF-8) to stdout, flushed. Raises ClosedPipe, or QwencError when it cannot be written (a full disk)."""
     if isinstance(data, str):
-        try:
-            data = data.encode("utf-8", "surrogateescape")  # the bytes of a file name as they were
-        except UnicodeEncodeError:
-            data = data.encode("utf-8", "replace")
+        data = _to_bytes(data)
     stream: Any = getattr(sys.stdout, "buffer", None)
     if stream is None:
         raise QwencError("cannot write the output: stdout is closed")
@@ -90,6 +87,14 @@ def wants_color(choice: str, stream: IO[str] | None, env: Mapping[str, str] = os
     if env.get("FORCE_COLOR", "0") not in ("", "0"):
         return True
     return env.get("TERM") != "dumb" and is_terminal(stream)
+
+
+def _to_bytes(text: str) -> bytes:
+    """UTF-8. The bytes of a file name are as they were; a surrogate that is none of those becomes a question mark."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "replace")
 
 
 def _write_all(stream: Any, data: bytes) -> None:

@@ -1,0 +1,17 @@
+"""The console script. It imports nothing before Ctrl-C is looked after: a start that is interrupted ends as silently as a run."""
+
+import sys
+
+INTERRUPTED = 130
+
+
+def main() -> None:
+    """Runs the command line of the process and exits."""
+    try:
+        from qwenc.commands.dispatch import flush, run_command
+
+        code = run_command(sys.argv[1:])
+        flush()
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    sys.exit(code)
