@@ -192,6 +192,14 @@ def test_pipes_and_folders_where_files_belong_are_named(cli, tmp_path, args):
     signal.alarm(0)
 
 
+@pytest.mark.parametrize(("wmode", "runs"), [("q4", ["q4"]), ("f32", ["f32"]), ("dual", ["dual", "q4", "q8"])])
+def test_info_of_a_packed_file_shows_the_modes_that_it_can_run_in(cli, tiny, tmp_path, wmode, runs):
+    cli("convert", tiny, tmp_path / "x.qwenc", "--wmode", wmode, "-q")
+    assert list(json.loads(cli("info", tmp_path / "x.qwenc", "--json")[1])["packed_bytes"]) == runs
+    shown = cli("info", tmp_path / "x.qwenc")[1].split("packed size:")[1].splitlines()[0]
+    assert [part.split()[0] for part in shown.split(",")] == runs
+
+
 def test_convert_of_a_file_that_is_not_packed(cli, tiny, tmp_path):
     code, _, err = cli("convert", tiny / "model.safetensors", tmp_path / "out.qwenc")
     assert code == 1 and err == [f"qwenc: error: {tiny / 'model.safetensors'}: is not a checkpoint folder"]

@@ -296,3 +296,47 @@ def test_completion(words, expected):
 def test_completion_script():
     done = subprocess.run(REAL, env=environment(_QWENC_COMPLETE="zsh_source"), capture_output=True, text=True, timeout=20)
     assert done.returncode == 0 and "#compdef qwenc" in done.stdout
+
+
+@pytest.mark.parametrize("instruction", ["foo", "bash", "bash_foo", "_source", "foo_source"])
+def test_an_unknown_completion_instruction_is_one_line(instruction):
+    done = subprocess.run(REAL, env=environment(_QWENC_COMPLETE=instruction), capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("qwenc: error: _QWENC_COMPLETE must be bash_source, zsh_source or fish_source")
+
+
+@pytest.mark.parametrize("where", ["qwenc", "qwenc.commands.main", "click", "qwenc.commands.dispatch", "qwenc.commands.run", "json"])
+@pytest.mark.parametrize("entry", ["cli.py", "-m", "script"])
+def test_ctrl_c_while_the_program_starts_is_silent(entry, where):
+    """The import of `where` is interrupted."""
+    if entry != "cli.py" and where in ("qwenc", "qwenc.commands.main"):
+        pytest.skip("Python imports it by itself")
+    start = {
+        "cli.py": f"import runpy; runpy.run_path({str(ROOT / 'cli.py')!r}, run_name='__main__')",
+        "-m": "import runpy; runpy.run_module('qwenc', run_name='__main__', alter_sys=True)",
+        "script": "from qwenc.commands.main import main; main()",
+    }[entry]
+    program = f"""
+import sys
+class Interrupt:
+    def find_spec(name, path=None, target=None):
+        if name == {where!r}:
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupt)
+sys.path.insert(0, {str(ROOT)!r})
+sys.argv = ["qwenc", "--help"]
+assert {where!r} not in sys.modules
+{"" if entry == "cli.py" else "import runpy"}
+{start}
+"""
+    done = subprocess.run([sys.executable, "-c", program], env=environment(), capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_main_imports_next_to_nothing_before_it_looks_after_ctrl_c():
+    probe = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); import qwenc; before = set(sys.modules)\n"
+        "import qwenc.commands.main; print(sorted(set(sys.modules) - before))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], env=environment(), capture_output=True, text=True, timeout=20)
+    assert done.stdout == "['qwenc.commands', 'qwenc.commands.main']\n"

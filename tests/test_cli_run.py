@@ -383,3 +383,64 @@ def test_json_holds_any_file_name_and_no_template_argument_that_cannot_be_printe
     code, out, _ = cli("-m", "M", "--json", "hi", script={"pieces": ["a\ud800b"]})
     assert code == 0 and json.loads(out)["text"] == "a\ud800b"
     assert cli("-m", "M", "hi", script={"pieces": ["a\ud800b"]})[:2] == (0, "a?b\n")
+
+
+TOO_MANY = ["9" * 23, "9" * 5000, str(2**31)]
+
+
+@pytest.mark.parametrize("number", TOO_MANY, ids=len)
+@pytest.mark.parametrize("name", ["-n", "-c", "-t", "--prefill-batch", "--top-k"])
+def test_huge_numbers_are_wrong_usage(cli, name, number):
+    code, out, err = cli("-m", "M", "hi", name, number)
+    assert (code, out, len(err)) == (2, "", 1) and "at most 2^31-1" in err[0] and name in err[0] and len(err[0]) < 300
+    assert not fake_engine.calls
+    assert cli("-m", "M", "hi", name, str(2**31 - 1))[0] == 0
+
+
+def test_seeds_have_64_bits(cli):
+    assert cli("-m", "M", "hi", "--temp", "1", "--seed", str(2**64 - 1))[0] == 0 and asked("generate")["seed"] == 2**64 - 1
+    code, _, err = cli("-m", "M", "hi", "--temp", "1", "--seed", str(2**64))
+    assert code == 2 and len(err) == 1 and "--seed" in err[0] and "at most 2^64-1" in err[0]
+
+
+@pytest.mark.parametrize(("name", "value"), [("--top-p", "2"), ("--min-p", "-1"), ("--temp", "nan"), ("--repeat-penalty", "0")])
+def test_wrong_sampling_names_the_option(cli, name, value):
+    code, _, err = cli("-m", "M", "hi", name, value)
+    assert code == 2 and len(err) == 1 and err[0].startswith(f"qwenc: error: {name} must be ")
+
+
+def test_a_wrong_switch_in_the_environment_is_told_in_plain_words(cli):
+    code, _, err = cli("-m", "M", "hi", env={"QWENC_THINK": "maybe"})
+    assert code == 2 and len(err) == 1
+    assert "QWENC_THINK" in err[0] and "must be 1 or 0 (also true or false, yes or no, on or off), not 'maybe'" in err[0]
+    for value, think in (("1", True), ("off", False), ("YES", True)):
+        assert cli("-m", "M", "hi", env={"QWENC_THINK": value})[0] == 0 and asked("encode_prompt")["think"] is think
+
+
+def test_a_word_near_a_command_suggests_it(cli):
+    code, _, err = cli("inof", "m")
+    assert code == 2 and err == ["qwenc: error: 'inof' is no command; did you mean 'info'? (Quote a prompt of several words)"]
+    code, _, err = cli("hello", "there")
+    assert code == 2 and "quote a prompt" in err[0] and "did you mean" not in err[0]
+
+
+def test_options_without_effect_at_temperature_0_are_told_once(cli):
+    drawing = ["--seed", "1", "--top-k", "5", "--top-p", "0.5", "--min-p", "0.1"]
+    _, _, err = cli("-m", "M", "hi", *drawing)
+    notes = [line for line in err if "no effect" in line]
+    told = "qwenc: --seed, --top-k, --top-p, --min-p have no effect at --temp 0, which always takes the likeliest token"
+    assert notes == [told]
+    assert "qwenc: --seed has no effect at --temp 0, which always takes the likeliest token" in cli("-m", "M", "hi", "--seed", "0")[2]
+    for args in (["-q", *drawing], ["--temp", "1", *drawing], ["--top-p", "1", "--repeat-penalty", "1.2"]):
+        assert not any("no effect" in line for line in cli("-m", "M", "hi", *args)[2])
+
+
+def test_a_summary_without_tokens_has_no_stray_space(cli):
+    _, _, err = cli("-m", "M", "hi", "-n", "0")
+    assert ", decode 0 tok, peak RSS " in err[-1]
+
+
+@pytest.mark.parametrize("args", [[], ["--no-stream"], ["--json"]])
+def test_an_interrupt_gives_back_the_text_that_was_held(cli, args):
+    code, out, _ = cli("-m", "M", *args, "hi", script={"failure": "interrupt", "fail_at": 3, "held": " <sto"})
+    assert code == 130 and (json.loads(out)["text"] if args == ["--json"] else out.removesuffix("\n")) == "Hello <sto"
