@@ -80,5 +80,4 @@ def test_q8_with_int8_kv_stays_close_to_f32(english, exact_log_probs):
         found = log_probabilities(engine.logits(english["ids"].tolist()))
     kl, same_top = compare(exact_log_probs, found)
     assert kl <= 0.003
-    # With exact arithmetic, int8 weights in blocks of 32 and int8 KV alone keep 97.5 % here (simulated in PyTorch; standard error 0.35 %).
-    assert same_top >= 0.965
+    assert same_top >= 0.98
