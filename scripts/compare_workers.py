@@ -117,7 +117,8 @@ class Qwenc:
     def __init__(self, model: str, threads: int, capacity: int, settings: dict[str, Any], **_: Any):
         import qwenc
 
-        self.capacity, self.session = capacity, None
+        self.capacity = capacity
+        self.session: Any = None
         self.name = f"qwenc {qwenc.__version__}"
         self.engine = qwenc.load(model, threads=threads, ctx_size=capacity, **settings)
 
@@ -125,11 +126,9 @@ class Qwenc:
         self.session = self.engine.session(self.capacity)
 
     def prefill(self, ids: list[int]) -> None:
-        assert self.session is not None
         self.session.prefill(ids)
 
     def step(self, token: int) -> None:
-        assert self.session is not None
         self.session.step(token)
 
 
