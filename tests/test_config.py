@@ -1,6 +1,7 @@
 """config.json: every spelling gives the same record, and what we would compute wrongly is refused by name."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -189,6 +190,12 @@ def test_sliding_window(base, changes, refused):
             parse(base, **changes)
     else:
         parse(base, **changes)
+
+
+def test_many_layers_and_a_long_list_of_dense_ones_take_no_time():
+    began = time.monotonic()
+    config = parse(MOE, num_hidden_layers=10_000, mlp_only_layers=list(range(-200_000, 0)))
+    assert len(config.moe_layers) == 10_000 and time.monotonic() - began < 3
 
 
 def test_unknown_keys_are_ignored():

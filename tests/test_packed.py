@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
-from checkpoints import DENSE, MOE, write_checkpoint
+from checkpoints import DENSE, MOE, write_checkpoint, write_safetensors
 
 from qwenc.checkpoint import packed_writer
 from qwenc.checkpoint.convert import convert
@@ -217,6 +217,13 @@ def test_damaged_files(dual, old, new, word):
     with pytest.raises(QwencError) as error:
         open_packed(dual)
     assert word in str(error.value) and str(dual) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_config_that_nests_too_deep(tmp_path):
+    metadata = {"format": "qwenc-packed", "version": "1", "wmode": "q4", "config": "[" * 100_000}
+    write_safetensors(tmp_path / "x.qwenc", {}, metadata=metadata)
+    with pytest.raises(QwencError, match="its config is not a JSON object"):
+        open_packed(tmp_path / "x.qwenc")
 
 
 def test_truncated_packed_file(dual):

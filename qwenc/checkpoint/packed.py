@@ -84,7 +84,7 @@ def _json_object(path: Path, metadata: dict[str, str], key: str) -> dict:
     """The JSON object in metadata[key]; {} when absent (except config, without which from_dict complains)."""
     try:
         value = json.loads(metadata.get(key, "{}"))
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         raise QwencError(f"{path}: its {key} is not a JSON object")

@@ -155,7 +155,7 @@ def _parse_moe(text: Keys, family: str, layers: int) -> MoeConfig | None:
     if per_token > num_experts:
         raise QwencError(f"{text.source}: num_experts_per_tok {per_token} is more than the {num_experts} experts")
     step = text.size("decoder_sparse_step", 1)
-    mlp_only = text.id_list("mlp_only_layers")
+    mlp_only = frozenset(text.id_list("mlp_only_layers"))
     moe_layers = tuple(i not in mlp_only and (i + 1) % step == 0 for i in range(layers))
     if not any(moe_layers):
         return None
