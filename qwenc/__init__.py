@@ -10,18 +10,17 @@ Library code never prints. Whatever a user can cause is a `QwencError` with one 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from qwenc.errors import QwencError, UsageError
 from qwenc.version import __version__
 
+TYPE_CHECKING = False  # typing is not imported for it: this file runs before anything can catch a Ctrl-C
 if TYPE_CHECKING:
     from qwenc.engine import Engine, Step, load
 
 __all__ = ["Engine", "QwencError", "Step", "UsageError", "__version__", "load"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in ("Engine", "Step", "load"):  # imported when first asked for: they bring numpy and numba
         import qwenc.engine
 
