@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from qwenc.checkpoint.layout import FORMATS, Matrix, matrices, packed_tensors, plain_tensors
 from qwenc.checkpoint.packed import FORMAT, VERSION
 from qwenc.checkpoint.packed_writer import PackedWriter
+from qwenc.config.model_config import ModelConfig
 from qwenc.errors import QwencError
-from qwenc.model.config import ModelConfig
 
 _COMMON = {"head_dim": 128, "vocab_size": 151936, "rms_norm_eps": 1e-6, "hidden_act": "silu", "attention_bias": False}
 

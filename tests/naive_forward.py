@@ -3,7 +3,7 @@
 import numpy as np
 from unpack import matrix
 
-from qwenc.model.rope import rope_inv_freq, rope_tables
+from qwenc.config.rope import rope_inv_freq, rope_tables
 
 
 def forward(packed, ids, fmt="f32"):

@@ -9,8 +9,8 @@ from checkpoints import DENSE, LLAMA, MOE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qwenc.config.model_config import ModelConfig
 from qwenc.errors import QwencError
-from qwenc.model.config import ModelConfig
 
 GOLDENS = Path(__file__).parent / "data/goldens"
 VL = {"model_type": "qwen3_vl", "tie_word_embeddings": True, "text_config": {**DENSE, "model_type": "qwen3_vl_text"}}

@@ -19,8 +19,8 @@ from qwenc.checkpoint.layout import TensorSpec, matrices
 from qwenc.checkpoint.packed import open_packed
 from qwenc.checkpoint.packed_writer import PackedWriter, remove_stale_temps, show_bytes
 from qwenc.checkpoint.safetensors_file import SafetensorsFile
+from qwenc.config.model_config import ModelConfig
 from qwenc.errors import QwencError
-from qwenc.model.config import ModelConfig
 
 ROOT = Path(__file__).parent.parent
 SPECS = {"a": TensorSpec("F32", (3, 5)), "b": TensorSpec("U8", (7,)), "c": TensorSpec("F16", (2, 3)), "d": TensorSpec("I8", (4, 2, 8))}

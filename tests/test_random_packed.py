@@ -12,7 +12,7 @@ from unpack import matrix
 
 from qwenc.checkpoint.layout import packed_tensors
 from qwenc.checkpoint.packed import open_packed
-from qwenc.model.config import ModelConfig
+from qwenc.config.model_config import ModelConfig
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))

@@ -10,9 +10,9 @@ from checkpoints import DENSE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qwenc.config.model_config import ModelConfig
+from qwenc.config.rope import RopeConfig, rope_inv_freq, rope_tables
 from qwenc.errors import QwencError
-from qwenc.model.config import ModelConfig
-from qwenc.model.rope import RopeConfig, rope_inv_freq, rope_tables
 
 FROZEN = json.loads((Path(__file__).parent / "data/rope.json").read_text())
 DEFAULT = {"rope_type": "default", "rope_theta": 5e6}

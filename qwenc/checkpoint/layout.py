@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from qwenc.model.config import ModelConfig, round_up
+from qwenc.config.model_config import ModelConfig, round_up
 
 TILE = 16  # rows of a row tile
 GROUP = 32  # inputs that share a scale

@@ -12,8 +12,8 @@ import numpy as np
 from qwenc.checkpoint.layout import TensorSpec, packed_tensors
 from qwenc.checkpoint.packed_writer import ALIGN, NUMPY_DTYPES
 from qwenc.checkpoint.safetensors_file import Header, SafetensorsFile
+from qwenc.config.model_config import ModelConfig
 from qwenc.errors import QwencError
-from qwenc.model.config import ModelConfig
 from qwenc.settings import WMODES
 
 FORMAT = "qwenc-packed"

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from qwenc.checkpoint.safetensors_file import require_regular
 from qwenc.checkpoint.shards import INDEX, Shards
+from qwenc.config.model_config import ModelConfig
 from qwenc.errors import QwencError
-from qwenc.model.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ import numpy as np
 from qwenc.checkpoint.layout import TILE, Matrix, matrices
 from qwenc.checkpoint.safetensors_file import WEIGHT_DTYPES
 from qwenc.checkpoint.shards import Shards
+from qwenc.config.model_config import ModelConfig, round_up
 from qwenc.errors import QwencError
-from qwenc.model.config import ModelConfig, round_up
 from qwenc.report import Reporter
 
 # Tried in this order after the prefix of the architecture.

@@ -24,14 +24,27 @@ def env(as_json: bool) -> None:
 
 
 def describe() -> dict[str, Any]:
+    import llvmlite.binding as llvm
+
     from qwenc.kernels import jit
-    from qwenc.machine.description import describe as describe_machine
+    from qwenc.kernels.level import LEVEL, available_levels
+    from qwenc.machine.cpus import choose_cpus, cpu_name
     from qwenc.machine.folders import cache_root
     from qwenc.version import __version__
 
+    choice = choose_cpus(None)
+    cpu = {"cpu": cpu_name(), "llvm_cpu": llvm.get_host_cpu_name()}
+    simd = {"simd": LEVEL.name, "simd_available": [level.name for level in available_levels()]}
+    cores = {
+        "threads": choice.threads,
+        "cores": list(choice.cores),
+        "fast_cores": list(choice.fast),
+        "usable_cores": list(choice.usable),
+        "cpu_quota": choice.quota,
+    }
     versions = {package: _version(package) for package in PACKAGES}
     caches = {"model_cache": str(cache_root()), "kernel_cache": None if jit.CACHE_DIR is None else str(jit.CACHE_DIR)}
-    return {"qwenc": __version__, "python": platform.python_version(), **describe_machine(), **versions, **caches}
+    return {"qwenc": __version__, "python": platform.python_version(), **cpu, **simd, **cores, **versions, **caches}
 
 
 def table(record: dict[str, Any]) -> str:

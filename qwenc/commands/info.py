@@ -19,7 +19,7 @@ from qwenc.commands.screen import one_line, write_out
 from qwenc.errors import UsageError
 
 if TYPE_CHECKING:
-    from qwenc.model.config import ModelConfig
+    from qwenc.config.model_config import ModelConfig
 
 
 @click.command(cls=Command, short_help="Show a model's shapes, sizes, RoPE, end tokens and template.")

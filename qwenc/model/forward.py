@@ -11,6 +11,7 @@ import numpy as np
 
 from qwenc.attention.cache import new_cache
 from qwenc.checkpoint.packed import Packed
+from qwenc.config.rope import rope_inv_freq, rope_tables
 from qwenc.errors import QwencError, UsageError
 from qwenc.kernels.jit import compiling
 from qwenc.kernels.sync import BROKEN, STOP, new_sync
@@ -19,7 +20,6 @@ from qwenc.machine.team import ThreadTeam
 from qwenc.model.decode import decode_phases, decode_step
 from qwenc.model.prefill import prefill_phases, prefill_step
 from qwenc.model.records import TIMER_SLOTS, Buffers, Team, new_buffers
-from qwenc.model.rope import rope_inv_freq, rope_tables
 from qwenc.model.weights import make_shape, make_weights
 from qwenc.report import Reporter
 

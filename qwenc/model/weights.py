@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from qwenc.checkpoint.packed import Packed
+from qwenc.config.model_config import ModelConfig, round_up
 from qwenc.kernels.records import F32, Q4, Q8, Q8Fast
-from qwenc.model.config import ModelConfig, round_up
 from qwenc.model.records import Shape, Weights
 
 RECORDS = {"q4": Q4, "q8": Q8, "q8fast": Q8Fast}

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from qwenc.config.keys import Keys
 from qwenc.errors import QwencError
-from qwenc.model.config_keys import Keys
 
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 # What a frequency can be computed with in float32; real models stay far inside.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from qwenc.config.keys import Keys
+from qwenc.config.rope import RopeConfig, parse_rope
 from qwenc.errors import QwencError
-from qwenc.model.config_keys import Keys
-from qwenc.model.rope import RopeConfig, parse_rope
 
 # model_type -> (checkpoint family, weight prefix of the text model)
 _MODEL_TYPES = {

@@ -1,0 +1,1 @@
+"""What config.json says: one checked record, and the rotary embedding that it asks for."""
