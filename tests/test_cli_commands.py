@@ -110,19 +110,14 @@ def test_a_model_that_is_not_there_is_one_line(cli, tmp_path, monkeypatch, comma
     assert model in err[0] and not (tmp_path / "out.qwenc").exists()
 
 
-def test_a_packed_file_runs_in_its_own_mode_by_default(cli, tiny, tmp_path, monkeypatch):
-    import fake_engine
-
-    from qwenc.commands.model_path import packed_wmode
-
+def test_a_packed_file_runs_in_its_own_mode_by_default(cli, tiny, tmp_path):
     path = tmp_path / "q4.qwenc"
     cli("convert", tiny, path, "--wmode", "q4", "-q")
-    assert packed_wmode(str(path)) == "q4"
-    fake_engine.install(monkeypatch)
-    for model, args, wmode in ((path, [], "q4"), (path, ["--wmode", "q8"], "q8"), (tiny, [], "dual"), (tiny, ["--wmode", "f32"], "f32")):
-        assert cli("-m", model, *args, "-q", "hi")[0] == 0
-        assert next(call for name, call in reversed(fake_engine.calls) if name == "load")["wmode"] == wmode
-    assert packed_wmode(str(tiny)) is packed_wmode("") is packed_wmode("a/b") is packed_wmode(str(tiny / "config.json")) is None
+    for model, args, wmode in ((path, [], "q4"), (tiny, [], "dual"), (tiny, ["--wmode", "f32"], "f32")):
+        code, out, _ = cli("-m", model, *args, "-q", "--json", "-n", 1, "hi")
+        assert code == 0 and json.loads(out)["settings"]["wmode"] == wmode
+    code, _, err = cli("-m", path, "--wmode", "q8", "-q", "hi")
+    assert code == 1 and "holds q4 weights" in err[0]
 
 
 def test_convert_to_a_full_or_forbidden_place_is_one_line(cli, tiny, tmp_path):
@@ -202,7 +197,7 @@ def test_info_of_a_packed_file_shows_the_modes_that_it_can_run_in(cli, tiny, tmp
 
 def test_convert_of_a_file_that_is_not_packed(cli, tiny, tmp_path):
     code, _, err = cli("convert", tiny / "model.safetensors", tmp_path / "out.qwenc")
-    assert code == 1 and err == [f"qwenc: error: {tiny / 'model.safetensors'}: is not a checkpoint folder"]
+    assert code == 1 and err == [f"qwenc: error: {tiny / 'model.safetensors'}: is a file; convert takes a checkpoint folder or a Hub id"]
 
 
 def test_env(cli):

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import click
 
-from qwenc.commands.model_path import find_unconverted, packed_wmode
 from qwenc.commands.outcome import show_bytes
 from qwenc.commands.params import Command, FileName, color_option, option, quiet_option
 from qwenc.commands.progress import ScreenReporter
@@ -38,11 +37,12 @@ def convert(model: str, out: Path, wmode: str, force: bool, offline: bool, quiet
         raise UsageError(f"{out} exists; --force replaces it")
     reporter = ScreenReporter(quiet, color=wants_color(color, sys.stderr))
     from qwenc.checkpoint.convert import convert as write_packed
+    from qwenc.checkpoint.locate import find
 
     try:
-        found = find_unconverted(model, offline, reporter)
+        found = find(model, offline, reporter)
         if not found.is_dir():
-            raise QwencError(f"{found} is packed already" if packed_wmode(model) else f"{found}: is not a checkpoint folder")
+            raise QwencError(f"{found}: is a file; convert takes a checkpoint folder or a Hub id")
         written = write_packed(found, out, wmode, reporter)
         reporter.note(f"wrote {written}: {show_bytes(written.stat().st_size)}")
     finally:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from qwenc.commands.env import table
-from qwenc.commands.model_path import find_unconverted
 from qwenc.commands.outcome import show_bytes, to_json
 from qwenc.commands.params import Command, FileName, json_option, option, quiet_option
 from qwenc.commands.progress import ScreenReporter
@@ -99,9 +98,10 @@ def describe(model: Described) -> dict[str, Any]:
 
 
 def _open(name: str, offline: bool, reporter: ScreenReporter) -> Described:
+    from qwenc.checkpoint.locate import find
     from qwenc.checkpoint.source import read_source
 
-    found = find_unconverted(name, offline, reporter)
+    found = find(name, offline, reporter)
     if found.is_dir():
         source = read_source(found)
         parsed = {key: json.loads(source.metadata.get(key, "{}")) for key in ("config", "generation_config", "tokenizer_config")}

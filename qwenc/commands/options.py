@@ -9,7 +9,6 @@ from typing import Any
 
 import click
 
-from qwenc.commands.model_path import packed_wmode
 from qwenc.commands.params import FileName, WholeNumber, color_option, json_option, option, option_name, quiet_option, verbose_option
 from qwenc.commands.prompt_input import argument_text, read_prompt, template_arguments
 from qwenc.errors import UsageError
@@ -102,8 +101,6 @@ def read_options(ctx: click.Context) -> RunOptions:
     for name, value in (("system", "-s"), ("think", "--think"), ("chat_template_kwargs", "--chat-template-kwargs")):
         if values["raw"] and values[name] is not None:
             raise UsageError(f"--raw leaves the chat template out, so {value} has no meaning with it")
-    if values["wmode"] is None:
-        values["wmode"] = packed_wmode(values["model"] or "") or WMODES[0]
     settings = {name: values[name] for name in ("wmode", "kv", "threads", "pin", "ctx_size", "prefill_batch", "offline")}
     Settings.from_dict(settings)
     sampling = {name: values[name] for name in ("temp", "top_k", "top_p", "min_p", "repeat_penalty", "seed")}
