@@ -98,7 +98,7 @@ def test_convert_then_info(cli, tiny, tmp_path):
     assert cli("convert", tiny, out_path, "--force", "-q", "--wmode", "q8") == (0, "", [])
     assert json.loads(cli("info", out_path, "--json")[1])["packed"] == "q8"
     code, _, err = cli("convert", out_path, tmp_path / "again.qwenc")
-    assert code == 1 and len(err) == 1 and "packed already" in err[0]
+    assert code == 1 and len(err) == 1 and "is a file" in err[0]
 
 
 @pytest.mark.parametrize("command", ["info", "convert"])
