@@ -48,7 +48,7 @@ def write_safetensors(path, tensors, dtype="F32", metadata=None):
             kind, data = "BF16", values
         else:
             kind = dtype
-            data = {"F32": values.astype("<f4"), "F16": values.astype("<f2"), "BF16": to_bf16(values)}[dtype]
+            data = to_bf16(values) if dtype == "BF16" else values.astype({"F32": "<f4", "F16": "<f2"}[dtype])
         header[name] = {"dtype": kind, "shape": list(values.shape), "data_offsets": [end, end + data.nbytes]}
         blobs.append(data.tobytes())
         end += data.nbytes
