@@ -128,8 +128,7 @@ class Engine:
 
     def logits(self, ids: Ids[int]) -> np.ndarray:
         """Teacher-forced logits float32 [n, vocab]: row i follows ids[i]. Raises UsageError for ids that the model does not have or
-        that do not
-        fit into the context."""
+        that do not fit into the context."""
         checked = self._prompt_ids(ids)
         return self.session(len(checked)).logits(checked)
 

@@ -30,7 +30,6 @@ class Session:
         self.reporter = reporter
         self.timings = Timings()
         self.last: TokenTiming | None = None
-        self._batch = min(settings.prefill_batch, capacity)
         self._sequence = Sequence(model, capacity, settings.kv, settings.prefill_batch)
 
     @property
@@ -40,19 +39,18 @@ class Session:
     def prefill(self, ids: Ids[int]) -> np.ndarray:
         """Add `ids` (at least one) to the context in mini-batches. Returns float32 logits [vocab] after the last one, valid until the
         next call."""
-        timing, sequence = self.timings.prefill, self._sequence
-        ids = self._checked(ids)
-        for first in range(0, len(ids), self._batch):
-            logits = self._guard(partial(sequence.extend, np.asarray(ids[first : first + self._batch], np.int64)))
-            done = min(len(ids), first + self._batch)
-            timing.n += done - first
+        timing, sequence, done = self.timings.prefill, self._sequence, 0
+        for batch in self._batches(ids):
+            logits = self._guard(partial(sequence.extend, batch))
+            done += len(batch)
+            timing.n += len(batch)
             timing.total_ms += sequence.step_ns * MS
             timing.qkv_ms += sequence.timer[QKV] * MS
             timing.o_ms += sequence.timer[OUT] * MS
             timing.gateup_ms += sequence.timer[GATE_UP] * MS
             timing.down_ms += sequence.timer[DOWN] * MS
             timing.attn_ms += sequence.timer[ATTN] * MS
-            if len(ids) > self._batch:
+            if len(ids) > sequence.prefill_batch:
                 self.reporter.progress("prefill", done, len(ids), "tokens")
         return logits
 
@@ -70,16 +68,17 @@ class Session:
 
     def logits(self, ids: Ids[int]) -> np.ndarray:
         """Add `ids` to the context. Returns float32 logits [n, vocab] after each of them."""
-        sequence, parts = self._sequence, []
-        ids = self._checked(ids)
-        for first in range(0, len(ids), self._batch):
-            batch = np.asarray(ids[first : first + self._batch], np.int64)
-            parts.append(self._guard(partial(sequence.extend, batch, all_logits=True)).copy())
-        return np.concatenate(parts)
+        extend = partial(self._sequence.extend, all_logits=True)
+        return np.concatenate([self._guard(partial(extend, batch)).copy() for batch in self._batches(ids)])
 
-    def compile(self, *, decode: bool = True) -> None:
+    def compile(self) -> None:
         """Compile the steps, or load them from the cache, ahead of their first use."""
-        self._sequence.compile(self.reporter, decode=decode)
+        self._sequence.compile(self.reporter)
+
+    def _batches(self, ids: Ids[int]) -> list[np.ndarray]:
+        """`ids`, checked, as mini-batches."""
+        checked, size = np.asarray(self._checked(ids), np.int64), self._sequence.prefill_batch
+        return [checked[first : first + size] for first in range(0, len(checked), size)]
 
     def _checked(self, ids: Ids[int]) -> list[int]:
         checked = check_ids(ids, self._sequence.model.config.vocab_size)

@@ -84,6 +84,19 @@ def _find_extremes(weights, extreme, poison):
 
 
 @helper
+def _load_normalised(tiles, tile, group, weights, extreme, inverse, poison):
+    """The group with every row divided by its extreme, which so becomes 1: squares then stay in range whatever the weights. inverse =
+    1/extreme."""
+    _load_group(tiles, tile, group, weights)
+    _find_extremes(weights, extreme, poison)
+    for r in range(TILE):
+        inverse[r] = _inverse(extreme[r])
+    for k in range(GROUP):
+        for r in range(TILE):
+            weights[k, r] *= inverse[r]
+
+
+@helper
 def _nearest(value, least, most):
     """Rounds half to even and clips; NaN gives `least`."""
     clipped = value if value > least else least
@@ -121,19 +134,14 @@ def _q8_scales(tiles, extreme_codes, scales):
     best = np.empty(TILE, np.float32)
     for tile in range(scales.shape[0]):
         for group in range(scales.shape[1]):
-            _load_group(tiles, tile, group, weights)
-            _find_extremes(weights, extreme, poison)
+            _load_normalised(tiles, tile, group, weights, extreme, inverse, poison)
             for r in range(TILE):
-                extreme[r] = abs(extreme[r])
-                inverse[r] = _inverse(extreme[r])
+                extreme[r] = abs(extreme[r])  # codes are symmetric: the sign does not matter
                 least[r] = np.float32(np.inf)
                 best[r] = np.float32(0)
-            for k in range(GROUP):  # the extreme becomes 1: squares then stay in range whatever the weights
-                for r in range(TILE):
-                    weights[k, r] *= inverse[r]
             for extreme_code in extreme_codes:
                 for r in range(TILE):
-                    step[r] = _as_half(extreme[r] / extreme_code) * inverse[r]  # the scale in units of the extreme
+                    step[r] = _as_half(extreme[r] / extreme_code) * abs(inverse[r])  # the scale in units of the extreme
                     code_of[r] = _inverse(step[r])
                     error[r] = np.float32(0)
                 for k in range(GROUP):
@@ -184,15 +192,10 @@ def _q4_scales(tiles, extreme_codes, scales):
     best = np.empty(TILE, np.float32)
     for tile in range(scales.shape[0]):
         for group in range(scales.shape[1]):
-            _load_group(tiles, tile, group, weights)
-            _find_extremes(weights, extreme, poison)
+            _load_normalised(tiles, tile, group, weights, extreme, inverse, poison)
             for r in range(TILE):
-                inverse[r] = _inverse(extreme[r])
                 gain[r] = np.float32(0)
                 best[r] = np.float32(0)
-            for k in range(GROUP):  # the extreme becomes 1: sums of squares then stay in range whatever the weights
-                for r in range(TILE):
-                    weights[k, r] *= inverse[r]
             for extreme_code in extreme_codes:
                 for r in range(TILE):
                     wc[r] = np.float32(0)

@@ -52,36 +52,25 @@ def _quantised(kernel):
     return run
 
 
-@overload(linear_one)
-def _linear_one(w, stack, tile, acts, token, out, out_at):
-    if _is(w, Q4):
-        return _quantised(linear_q4_one)
-    if _is(w, Q8):
-        return _quantised(linear_q8_one)
-    if _is(w, Q8Fast):
-        return _quantised(linear_q8fast_one)
+def _by_format(q4, q8, q8fast, f32):
+    """The overload of `linear_one` or `linear_many` that calls the kernel of the matrix's format."""
 
-    def run_f32(w, stack, tile, acts, token, out, out_at):
-        inputs = w.values.shape[2]
-        linear_f32_one(w.values, (stack * w.values.shape[1] + tile) * inputs * 16, acts.values, token, inputs, out, out_at)
+    def choose(w, stack, tile, acts, token, out, out_at):
+        for record, kernel in ((Q4, q4), (Q8, q8), (Q8Fast, q8fast)):
+            if _is(w, record):
+                return _quantised(kernel)
 
-    return run_f32
+        def run_f32(w, stack, tile, acts, token, out, out_at):
+            inputs = w.values.shape[2]
+            f32(w.values, (stack * w.values.shape[1] + tile) * inputs * 16, acts.values, token, inputs, out, out_at)
+
+        return run_f32
+
+    return choose
 
 
-@overload(linear_many)
-def _linear_many(w, stack, tile, acts, token, out, out_at):
-    if _is(w, Q4):
-        return _quantised(linear_q4_many)
-    if _is(w, Q8):
-        return _quantised(linear_q8_many)
-    if _is(w, Q8Fast):
-        return _quantised(linear_q8fast_many)
-
-    def run_f32(w, stack, tile, acts, token, out, out_at):
-        inputs = w.values.shape[2]
-        linear_f32_many(w.values, (stack * w.values.shape[1] + tile) * inputs * 16, acts.values, token, inputs, out, out_at)
-
-    return run_f32
+overload(linear_one)(_by_format(linear_q4_one, linear_q8_one, linear_q8fast_one, linear_f32_one))
+overload(linear_many)(_by_format(linear_q4_many, linear_q8_many, linear_q8fast_many, linear_f32_many))
 
 
 # ---- activations ----------------------------------------------------------------------------------------------------------

@@ -15,11 +15,12 @@ from qwenc.attention.exact import NO_SCORE, attend_page, begin, new_rows, prepar
 from qwenc.kernels import simd
 from qwenc.kernels.jit import helper, jit
 from qwenc.kernels.linear import linear_one, prepare, read_row, row_tiles
-from qwenc.kernels.pointwise import add_into, all_finite, rms_norm, rotate, scale_into, silu_mul
+from qwenc.kernels.pointwise import add_into, all_finite, copy_into, rms_norm, rotate, scale_into, silu_mul
 from qwenc.kernels.records import new_acts
 from qwenc.kernels.sync import agree_to_leave, barrier, chunk_of, claim, lap, leaving, now_ns
+from qwenc.model.matrices import matrix_rows
 from qwenc.model.moe import experts_one
-from qwenc.model.overloads import is_absent, quantised
+from qwenc.model.overloads import is_absent, is_quantised
 from qwenc.model.records import ATTN, DOWN, GATE_UP, KV, LM_HEAD, NORM, OTHER_LOOP, OUT, QKV, ROPE, SPANS
 
 
@@ -33,7 +34,7 @@ def decode_step(team, w, shape, cache, b, token, position, cos, sin):
     if team.rank == 0:
         read_row(w.embed, token, b.x, 0)
     normed = np.zeros(shape.hidden_room, np.float32)
-    acts = new_acts(quantised(w.qkv), max(max(shape.hidden_room, b.attn.shape[1]), max(b.ffn.size, b.expert_ffn.size)), 1)
+    acts = new_acts(is_quantised(w.qkv), max(max(shape.hidden_room, b.attn.shape[1]), max(b.ffn.size, b.expert_ffn.size)), 1)
     rows = new_rows(shape.heads // shape.kv_heads, shape.head_room)
     barrier(team)
     now = lap(team, OTHER_LOOP, now)
@@ -42,14 +43,14 @@ def decode_step(team, w, shape, cache, b, token, position, cos, sin):
         rms_norm(b.x, 0, w.input_norm, layer * shape.hidden_room, shape.hidden, shape.eps, normed, 0)
         prepare(w.qkv, normed, 0, acts, 1, 0)
         now = lap(team, NORM, now)
-        matrix_rows(team, phase, w.qkv, layer, acts, b.qkv)
+        matrix_rows(team, phase, w.qkv, layer, acts, b.qkv, copy_into)
         now = lap(team, QKV, now)
 
         now = attend(team, phase + 1, w, shape, cache, b, rows, layer, position, cos, sin, now)
 
         prepare(w.o, b.attn, 0, acts, 1, 0)
         agree_to_leave(team)
-        matrix_rows_added(team, phase + 3, w.o, layer, acts, b.x)
+        matrix_rows(team, phase + 3, w.o, layer, acts, b.x, add_into)
         now = lap(team, OUT, now)
         if leaving(team):
             break
@@ -66,7 +67,7 @@ def decode_step(team, w, shape, cache, b, token, position, cos, sin):
     rms_norm(b.x, 0, w.final_norm, 0, shape.hidden, shape.eps, normed, 0)
     prepare(w.lm_head, normed, 0, acts, 1, 0)
     now = lap(team, NORM, now)
-    matrix_rows(team, phase, w.lm_head, 0, acts, b.logits)
+    matrix_rows(team, phase, w.lm_head, 0, acts, b.logits, copy_into)
     lap(team, LM_HEAD, now)
 
 
@@ -75,35 +76,7 @@ def decode_phases(layers):
     return 7 * layers + 1
 
 
-# ---- matrices ---------------------------------------------------------------------------------------------------------------
-@helper
-def matrix_rows(team, phase, w, stack, acts, out):
-    """out = matrix · activations."""
-    tiles = row_tiles(w)
-    chunk = chunk_of(tiles)
-    first = claim(team, phase) * chunk
-    while first < tiles:
-        for tile in range(first, min(tiles, first + chunk)):
-            linear_one(w, stack, tile, acts, 0, out, 16 * tile)
-        first = claim(team, phase) * chunk
-    barrier(team)
-
-
-@helper
-def matrix_rows_added(team, phase, w, stack, acts, x):
-    """x += matrix · activations (the residual stream)."""
-    tiles = row_tiles(w)
-    chunk = chunk_of(tiles)
-    sums = np.empty(16, np.float32)
-    first = claim(team, phase) * chunk
-    while first < tiles:
-        for tile in range(first, min(tiles, first + chunk)):
-            linear_one(w, stack, tile, acts, 0, sums, 0)
-            add_into(sums, 0, x, 16 * tile)
-        first = claim(team, phase) * chunk
-    barrier(team)
-
-
+# ---- MLP -------------------------------------------------------------------------------------------------------------------
 def mlp_one(team, phase, gate_up, down, stack, normed, acts, b, now):
     """x += down(silu(gate(x)) · up(x)) of a dense layer. Returns the time."""
     raise NotImplementedError("runs in compiled code only")
@@ -130,7 +103,7 @@ def _mlp_one(team, phase, gate_up, down, stack, normed, acts, b, now):
         barrier(team)
         now = lap(team, GATE_UP, now)
         prepare(down, b.ffn, 0, acts, 1, 0)
-        matrix_rows_added(team, phase + 1, down, stack, acts, b.x)
+        matrix_rows(team, phase + 1, down, stack, acts, b.x, add_into)
         return lap(team, DOWN, now)
 
     return run

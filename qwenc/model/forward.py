@@ -23,13 +23,14 @@ from qwenc.model.records import TIMER_SLOTS, Buffers, Team, new_buffers
 from qwenc.model.weights import make_shape, make_weights
 from qwenc.report import Reporter
 
+if numba.config.DISABLE_JIT:
+    raise UsageError("NUMBA_DISABLE_JIT is set, but the model runs as compiled code only")
+
 
 class Model:
     """Weights and shape of one packed file, ready to run in a wmode that the file holds."""
 
     def __init__(self, packed: Packed, wmode: str, team: ThreadTeam):
-        if numba.config.DISABLE_JIT:
-            raise UsageError("NUMBA_DISABLE_JIT is set, but the model runs as compiled code only")
         prefill_fmt, decode_fmt = ("q8fast", "q4") if wmode == "dual" else (wmode, wmode)
         self.config = packed.config
         self.shape = make_shape(packed.config)
@@ -64,8 +65,7 @@ class Sequence:
 
     def extend(self, ids: np.ndarray, *, all_logits: bool = False) -> np.ndarray:
         """Prefill one mini-batch of at most prefill_batch token ids. Returns float32 logits: [vocab] after the last, or [n, vocab] (a
-        view, valid until the
-        next step). Raises UsageError beyond the capacity, QwencError for logits that are not finite."""
+        view, valid until the next step). Raises UsageError beyond the capacity, QwencError for logits that are not finite."""
         count = len(ids)
         self._check_room(count)
         buffers = self._buffers_for(count, all_logits)
@@ -86,16 +86,15 @@ class Sequence:
         self.length += 1
         return self._checked(buffers.logits[0, : self.model.config.vocab_size])
 
-    def compile(self, reporter: Reporter, *, decode: bool = True) -> None:
+    def compile(self, reporter: Reporter) -> None:
         """Compile both steps, or load them from the cache."""
         team = Team(0, self.model.team.size, self._sync, self._claims, self.timer, self._health)
         cos, sin = self.model.angles(0, 1)
         shape, ids = self.model.shape, np.zeros(1, np.int64)
         jobs: list[tuple[Any, tuple]] = [
-            (prefill_step, (team, self.model.prefill_weights, shape, self.cache, self._buffers_for(1, False), ids, 0, cos, sin, False))
+            (prefill_step, (team, self.model.prefill_weights, shape, self.cache, self._buffers_for(1, False), ids, 0, cos, sin, False)),
+            (decode_step, (team, self.model.decode_weights, shape, self.cache, self._decode_buffers, 0, 0, cos, sin)),
         ]
-        if decode:
-            jobs.append((decode_step, (team, self.model.decode_weights, shape, self.cache, self._decode_buffers, 0, 0, cos, sin)))
         told: list[bool] = []
 
         def tell() -> None:
@@ -112,10 +111,6 @@ class Sequence:
                 Later(partial(step.compile, types)).result()
         if told:
             reporter.progress("compile", len(jobs), len(jobs), "steps")
-
-    def truncate(self, length: int) -> None:
-        """Forget everything from position `length` on."""
-        self.length = min(self.length, length)
 
     def _run(self, step: Any) -> None:
         self._claims[:] = 0
@@ -147,10 +142,7 @@ class Sequence:
         return self._prefill_buffers[key]
 
     def _checked(self, logits: np.ndarray) -> np.ndarray:
-        total = logits.sum(dtype=np.float64)
-        if np.isfinite(total):
-            return logits
-        if np.isfinite(logits).all():
+        if np.isfinite(logits.sum(dtype=np.float64)):  # cheap, and no float32 values can overflow a float64
             return logits
         self.bad_layer = int(self._health[0]) if self._health[0] >= 0 else None
         raise QwencError("the model's logits are not finite (NaN or infinity): damaged weights or an overflow")

@@ -1,4 +1,4 @@
-"""Questions that a step asks of its weight records, answered while it is compiled."""
+"""Questions about weight records; those that a step asks are answered while it is compiled."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from numba.extending import overload
 from qwenc.kernels.records import F32
 
 
-def quantised(matrix):
-    """Whether activations must be int8 for this matrix."""
-    raise NotImplementedError("runs in compiled code only")
+def is_quantised(matrix) -> bool:
+    """Whether a matrix is read with integer activations. In compiled code and in Python."""
+    return not isinstance(matrix, F32)
 
 
-@overload(quantised)
-def _quantised(matrix):
+@overload(is_quantised)
+def _is_quantised(matrix):
     answer = matrix.instance_class is not F32
     return lambda matrix: answer
 

@@ -11,12 +11,13 @@ from numba.extending import overload
 from qwenc.attention.cache import PAGE, write_kv
 from qwenc.attention.exact import attend_page, begin, new_rows, prepare_rows
 from qwenc.kernels.jit import helper, jit
-from qwenc.kernels.linear import linear_many, linear_one, prepare, read_row, row_tiles
+from qwenc.kernels.linear import linear_many, prepare, read_row, row_tiles
 from qwenc.kernels.pointwise import add_into, all_finite, copy_into, rms_norm, rotate, scale_into, silu_mul
 from qwenc.kernels.records import TILE, new_acts
 from qwenc.kernels.sync import agree_to_leave, barrier, chunk_of, claim, lap, leaving, now_ns
+from qwenc.model.matrices import matrix_rows, matrix_tokens, prepare_normed, prepare_tokens
 from qwenc.model.moe import experts_many
-from qwenc.model.overloads import is_absent, quantised
+from qwenc.model.overloads import is_absent, is_quantised
 from qwenc.model.records import ATTN, DOWN, GATE_UP, LM_HEAD, NORM, OTHER_LOOP, OUT, QKV, ROPE
 
 QUERY_ROWS = 32  # rows (tokens × heads of a group) that one piece of attention work holds
@@ -41,7 +42,7 @@ def prefill_step(team, w, shape, cache, b, ids, position, cos, sin, all_logits):
     for layer in range(shape.layers):
         prepare_normed(team, phase, w.qkv, w.input_norm, layer, shape, tokens, b)
         now = lap(team, NORM, now)
-        matrix_tokens(team, phase + 1, w.qkv, layer, tokens, b.acts, b.qkv)
+        matrix_tokens(team, phase + 1, w.qkv, layer, tokens, b.acts, b.qkv, copy_into)
         now = lap(team, QKV, now)
 
         store_tokens(team, phase + 2, w, shape, cache, b, layer, tokens, position, cos, sin)
@@ -49,10 +50,10 @@ def prefill_step(team, w, shape, cache, b, ids, position, cos, sin, all_logits):
         attend_tokens(team, phase + 3, shape, cache, b, rows, layer, tokens, position)
         now = lap(team, ATTN, now)
 
-        prepare_rows_of(team, phase + 4, w.o, tokens, b.attn, b.attn.shape[1], b)
+        prepare_tokens(team, phase + 4, w.o, tokens, b.attn, b.attn.shape[1], b)
         now = lap(team, NORM, now)
         agree_to_leave(team)
-        matrix_tokens_added(team, phase + 5, w.o, layer, tokens, b.acts, b.x)
+        matrix_tokens(team, phase + 5, w.o, layer, tokens, b.acts, b.x, add_into)
         now = lap(team, OUT, now)
         if leaving(team):
             break
@@ -69,7 +70,7 @@ def prefill_step(team, w, shape, cache, b, ids, position, cos, sin, all_logits):
     if all_logits:
         prepare_normed(team, phase, w.lm_head, w.final_norm, 0, shape, tokens, b)
         now = lap(team, NORM, now)
-        matrix_tokens(team, phase + 1, w.lm_head, 0, tokens, b.acts, b.logits)
+        matrix_tokens(team, phase + 1, w.lm_head, 0, tokens, b.acts, b.logits, copy_into)
     else:
         last_logits(team, phase, w, shape, tokens, b)
     lap(team, LM_HEAD, now)
@@ -80,65 +81,7 @@ def prefill_phases(layers):
     return PHASES_PER_LAYER * layers + 3
 
 
-# ---- activations and matrices ---------------------------------------------------------------------------------------------------
-@helper
-def prepare_normed(team, phase, matrix, norm, norm_row, shape, tokens, b):
-    """b.acts = RMS norm of the residual stream, as `matrix` reads it."""
-    normed = np.zeros(shape.hidden_room, np.float32)
-    token_tile = claim(team, phase)
-    while token_tile * TILE < tokens:
-        for t in range(token_tile * TILE, min(tokens, (token_tile + 1) * TILE)):
-            rms_norm(b.x, t * shape.hidden_room, norm, norm_row * shape.hidden_room, shape.hidden, shape.eps, normed, 0)
-            prepare(matrix, normed, 0, b.acts, TILE, t)
-        token_tile = claim(team, phase)
-    barrier(team)
-
-
-@helper
-def prepare_rows_of(team, phase, matrix, tokens, x, width, b):
-    """b.acts = the rows of x (`width` values apart), as `matrix` reads them."""
-    token_tile = claim(team, phase)
-    while token_tile * TILE < tokens:
-        for t in range(token_tile * TILE, min(tokens, (token_tile + 1) * TILE)):
-            prepare(matrix, x, t * width, b.acts, TILE, t)
-        token_tile = claim(team, phase)
-    barrier(team)
-
-
-@helper
-def matrix_tokens(team, phase, w, stack, tokens, acts, out):
-    """out [tokens, rows] = matrix · activations."""
-    tiles, width = row_tiles(w), out.shape[1]
-    sums = np.empty(TILE * 16, np.float32)
-    chunk = chunk_of(tiles)
-    first = claim(team, phase) * chunk
-    while first < tiles:
-        for tile in range(first, min(tiles, first + chunk)):
-            for t in range(0, tokens, TILE):
-                linear_many(w, stack, tile, acts, t // TILE, sums, 0)
-                for i in range(min(TILE, tokens - t)):
-                    copy_into(sums, 16 * i, out, (t + i) * width + 16 * tile)
-        first = claim(team, phase) * chunk
-    barrier(team)
-
-
-@helper
-def matrix_tokens_added(team, phase, w, stack, tokens, acts, x):
-    """x [tokens, …] += matrix · activations."""
-    tiles, width = row_tiles(w), x.shape[1]
-    sums = np.empty(TILE * 16, np.float32)
-    chunk = chunk_of(tiles)
-    first = claim(team, phase) * chunk
-    while first < tiles:
-        for tile in range(first, min(tiles, first + chunk)):
-            for t in range(0, tokens, TILE):
-                linear_many(w, stack, tile, acts, t // TILE, sums, 0)
-                for i in range(min(TILE, tokens - t)):
-                    add_into(sums, 16 * i, x, (t + i) * width + 16 * tile)
-        first = claim(team, phase) * chunk
-    barrier(team)
-
-
+# ---- MLP and logits -------------------------------------------------------------------------------------------------------------
 def mlp_many(team, phase, w, gate_up, down, shape, layer, stack, tokens, b, now):
     """x += down(silu(gate(x)) · up(x)) of a dense layer. Returns the time."""
     raise NotImplementedError("runs in compiled code only")
@@ -167,9 +110,9 @@ def _mlp_many(team, phase, w, gate_up, down, shape, layer, stack, tokens, b, now
             first = claim(team, phase + 1) * chunk
         barrier(team)
         now = lap(team, GATE_UP, now)
-        prepare_rows_of(team, phase + 2, down, tokens, b.ffn, width, b)
+        prepare_tokens(team, phase + 2, down, tokens, b.ffn, width, b)
         now = lap(team, NORM, now)
-        matrix_tokens_added(team, phase + 3, down, stack, tokens, b.acts, b.x)
+        matrix_tokens(team, phase + 3, down, stack, tokens, b.acts, b.x, add_into)
         return lap(team, DOWN, now)
 
     return run
@@ -179,17 +122,10 @@ def _mlp_many(team, phase, w, gate_up, down, shape, layer, stack, tokens, b, now
 def last_logits(team, phase, w, shape, tokens, b):
     """b.logits[0] = logits after the last token."""
     normed = np.zeros(shape.hidden_room, np.float32)
-    acts = new_acts(quantised(w.lm_head), shape.hidden_room, 1)
+    acts = new_acts(is_quantised(w.lm_head), shape.hidden_room, 1)
     rms_norm(b.x, (tokens - 1) * shape.hidden_room, w.final_norm, 0, shape.hidden, shape.eps, normed, 0)
     prepare(w.lm_head, normed, 0, acts, 1, 0)
-    tiles = row_tiles(w.lm_head)
-    chunk = chunk_of(tiles)
-    first = claim(team, phase) * chunk
-    while first < tiles:
-        for tile in range(first, min(tiles, first + chunk)):
-            linear_one(w.lm_head, 0, tile, acts, 0, b.logits, 16 * tile)
-        first = claim(team, phase) * chunk
-    barrier(team)
+    matrix_rows(team, phase, w.lm_head, 0, acts, b.logits, copy_into)
 
 
 # ---- attention ------------------------------------------------------------------------------------------------------------------

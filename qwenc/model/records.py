@@ -6,7 +6,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from qwenc.config.model_config import round_up
 from qwenc.kernels.records import TILE, Acts, new_acts
+from qwenc.model.overloads import is_quantised
 
 
 class Shape(NamedTuple):
@@ -138,14 +140,6 @@ def new_buffers(shape: Shape, weights: Weights, tokens: int, *, all_logits: bool
         expert_tile=np.zeros(experts + 1, np.int64),
         y=f32(0 if decode else places, shape.hidden_room),
     )
-
-
-def round_up(count: int, step: int) -> int:
-    return -(-count // step) * step
-
-
-def is_quantised(matrix: Any) -> bool:
-    return hasattr(matrix, "codes")
 
 
 def padded_rows(matrix: Any) -> int:

@@ -1,0 +1,71 @@
+"""How a team shares the work of one matrix: rows for one token, rows × tokens for a mini-batch. Each ends at a barrier.
+
+`put` says what becomes of 16 sums: `copy_into` (an output) or `add_into` (the residual stream). It is a compiled function, so each use
+of it is compiled for itself.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from qwenc.kernels.jit import helper
+from qwenc.kernels.linear import linear_many, linear_one, prepare, row_tiles
+from qwenc.kernels.pointwise import rms_norm
+from qwenc.kernels.records import TILE
+from qwenc.kernels.sync import barrier, chunk_of, claim
+
+
+@helper
+def matrix_rows(team, phase, w, stack, acts, out, put):
+    """out [rows] = or += matrix · one prepared activation row."""
+    tiles = row_tiles(w)
+    chunk = chunk_of(tiles)
+    sums = np.empty(16, np.float32)
+    first = claim(team, phase) * chunk
+    while first < tiles:
+        for tile in range(first, min(tiles, first + chunk)):
+            linear_one(w, stack, tile, acts, 0, sums, 0)
+            put(sums, 0, out, 16 * tile)
+        first = claim(team, phase) * chunk
+    barrier(team)
+
+
+@helper
+def matrix_tokens(team, phase, w, stack, tokens, acts, out, put):
+    """out [tokens, width] = or += matrix · activations of a mini-batch."""
+    tiles, width = row_tiles(w), out.shape[1]
+    chunk = chunk_of(tiles)
+    sums = np.empty(TILE * 16, np.float32)
+    first = claim(team, phase) * chunk
+    while first < tiles:
+        for tile in range(first, min(tiles, first + chunk)):
+            for t in range(0, tokens, TILE):
+                linear_many(w, stack, tile, acts, t // TILE, sums, 0)
+                for i in range(min(TILE, tokens - t)):
+                    put(sums, 16 * i, out, (t + i) * width + 16 * tile)
+        first = claim(team, phase) * chunk
+    barrier(team)
+
+
+@helper
+def prepare_normed(team, phase, matrix, norm, norm_row, shape, tokens, b):
+    """b.acts = RMS norm of the residual stream, as `matrix` reads it."""
+    normed = np.zeros(shape.hidden_room, np.float32)
+    token_tile = claim(team, phase)
+    while token_tile * TILE < tokens:
+        for t in range(token_tile * TILE, min(tokens, (token_tile + 1) * TILE)):
+            rms_norm(b.x, t * shape.hidden_room, norm, norm_row * shape.hidden_room, shape.hidden, shape.eps, normed, 0)
+            prepare(matrix, normed, 0, b.acts, TILE, t)
+        token_tile = claim(team, phase)
+    barrier(team)
+
+
+@helper
+def prepare_tokens(team, phase, matrix, tokens, x, width, b):
+    """b.acts = the rows of x (`width` values apart), as `matrix` reads them."""
+    token_tile = claim(team, phase)
+    while token_tile * TILE < tokens:
+        for t in range(token_tile * TILE, min(tokens, (token_tile + 1) * TILE)):
+            prepare(matrix, x, t * width, b.acts, TILE, t)
+        token_tile = claim(team, phase)
+    barrier(team)
