@@ -104,7 +104,7 @@ def _generate(engine: Any, options: RunOptions, sampling: Any, reporter: ScreenR
                     say(step.token_timing.line())
     except KeyboardInterrupt:
         outcome.finish_reason, outcome.timings = "interrupt", engine.timings
-        held = getattr(engine, "held_text", str)()  # what might have grown into a stop string, or half a character
+        held = engine.held_text()  # what might have grown into a stop string, or half a character
         if held:
             outcome.texts.append(held)
             if options.stream:
