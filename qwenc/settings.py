@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 from qwenc.errors import UsageError
 
 WMODES = ("dual", "q4", "q8", "f32")
-KV_TYPES = ("q8", "f32")
+KV_TYPES = ("q8", "k8v4", "q4", "f32")
+SPARSE_SCORES = ("scan", "summary", "probe", "oracle")
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,9 +16,19 @@ class Settings:
     """How to run a model. Raises UsageError for a value out of range.
 
     wmode: weight format; `dual` reads q8 in prefill and q4 in decode. None = what a packed file holds, dual for a checkpoint.
-    kv: KV cache type. threads: compute threads, None = the fast cores (at most 4). pin: pin each thread to a core.
+    kv: KV cache type; k8v4 has 8-bit keys and 4-bit values. threads: compute threads, None = the fast cores (at most 4). pin: pin each
+    thread to a core.
     ctx_size: most tokens in the context, None = what the model was trained for. prefill_batch: tokens per prefill mini-batch.
     offline: never ask the Hub.
+
+    sparse_attn: attend to the likeliest blocks of a long context only; sparse_… are without effect when it is off.
+    sparse_block: tokens per block. sparse_k: blocks kept per kv head, the first and the current one among them; sparse_ratio: keep this
+    share of the blocks where that is more than sparse_k. sparse_mass: keep on taking blocks, up to 4 · sparse_k, until they hold this share
+    of the attention (0 = sparse_k alone decides). sparse_min_ctx: decode is exact below this many tokens.
+    sparse_score: what ranks the blocks. scan = every key at 2 bits, after a first look at each block's centre and width; summary = that
+    first look alone; probe = sparse_probe sampled keys per block, for each query head alone; oracle = every key in full, for studies.
+    sparse_pf_…: the same for prefill: k (None = sparse_k), the queries that share one choice (None = 64), and the least context (None =
+    where it was measured to pay, 0 = as soon as decode would).
     """
 
     wmode: str | None = None
@@ -27,6 +38,17 @@ class Settings:
     ctx_size: int | None = None
     prefill_batch: int = 256
     offline: bool = False
+    sparse_attn: bool = False
+    sparse_k: int = 32
+    sparse_block: int = 32
+    sparse_probe: int = 8
+    sparse_ratio: float = 0.0
+    sparse_mass: float = 0.0
+    sparse_min_ctx: int = 0
+    sparse_score: str = "scan"
+    sparse_pf_min_ctx: int | None = None
+    sparse_pf_k: int | None = None
+    sparse_pf_group: int | None = None
 
     def __post_init__(self) -> None:
         if self.wmode is not None:
@@ -35,6 +57,13 @@ class Settings:
         _at_least("threads", self.threads, 1)
         _at_least("ctx_size", self.ctx_size, 1)
         _at_least("prefill_batch", self.prefill_batch, 1)
+        for name in ("sparse_k", "sparse_block", "sparse_probe", "sparse_pf_k", "sparse_pf_group"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("sparse_min_ctx", "sparse_pf_min_ctx"):
+            _at_least(name, getattr(self, name), 0)
+        for name in ("sparse_ratio", "sparse_mass"):
+            _share(name, getattr(self, name))
+        _one_of("sparse_score", self.sparse_score, SPARSE_SCORES)
 
     @classmethod
     def from_dict(cls, values: dict) -> Settings:
@@ -56,3 +85,8 @@ def _at_least(name: str, value: int | None, least: int) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
         raise UsageError(f"{name} must be a whole number of at least {least} and below 2^31, not {value!r}")
+
+
+def _share(name: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise UsageError(f"{name} must be between 0 and 1, not {value!r}")

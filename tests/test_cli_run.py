@@ -81,15 +81,65 @@ def test_every_setting_reaches_the_engine(cli):
         *("-m", "M", "-s", "S", "--no-think", "--chat-template-kwargs", '{"a": [1]}', "-n", "3", "-c", "99", "--stop", "x", "--stop", "\n"),
         *("--ignore-eos", "--temp", "0.5", "--top-k", "7", "--top-p", "0.9", "--min-p", "0.1", "--repeat-penalty", "1.2", "--seed", "4"),
         *("--wmode", "q4", "--kv", "f32", "-t", "1", "--no-pin", "--prefill-batch", "8", "--offline", "--dec-prof", "-q", "hi"),
+        *(
+            "--sparse-attn",
+            "--sparse-k",
+            "16",
+            "--sparse-block",
+            "64",
+            "--sparse-probe",
+            "4",
+            "--sparse-ratio",
+            "0.1",
+            "--sparse-mass",
+            "0.98",
+        ),
+        *("--sparse-min-ctx", "5", "--sparse-score", "probe", "--sparse-pf-min-ctx", "6", "--sparse-pf-k", "7", "--sparse-pf-group", "8"),
     )
     assert (code, out) == (0, "Hello\n")
     load = {"wmode": "q4", "kv": "f32", "threads": 1, "pin": False, "ctx_size": 99, "prefill_batch": 8, "offline": True}
+    load |= {"sparse_attn": True, "sparse_k": 16, "sparse_block": 64, "sparse_probe": 4, "sparse_ratio": 0.1, "sparse_mass": 0.98}
+    load |= {"sparse_min_ctx": 5, "sparse_score": "probe", "sparse_pf_min_ctx": 6, "sparse_pf_k": 7, "sparse_pf_group": 8}
     assert asked("load") == {"model": "M", **load}
     assert asked("encode_prompt") == {"text": "hi", "raw": False, "system": "S", "think": False, "template_kwargs": {"a": [1]}}
     generate = asked("generate")
     sampling = {name: generate.pop(name) for name in ("temp", "top_k", "top_p", "min_p", "repeat_penalty", "seed")}
     assert generate == {"max_tokens": 3, "stop": ("x", "\n"), "ignore_eos": True, "dec_prof": True}
     assert list(sampling.values()) == [0.5, 7, 0.9, 0.1, 1.2, 4]
+
+
+@pytest.mark.parametrize(
+    ("args", "kv"),
+    [
+        ((), "q8"),
+        (("--kv-q4",), "q4"),
+        (("--kv-q4", "--kv", "q4"), "q4"),
+        (("-ctk", "q8_0", "-ctv", "q4_0"), "k8v4"),
+        (("-ctk", "q4_0", "-ctv", "q4_0", "--kv-q4"), "q4"),
+        (("-ctk", "f32", "-ctv", "f32"), "f32"),
+    ],
+)
+def test_the_ways_to_name_a_kv_cache(cli, args, kv):
+    code, _, _ = cli("-m", "M", *args, "hi")
+    assert code == 0 and asked("load")["kv"] == kv
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("-ctk", "f16", "-ctv", "q8_0"), "no KV cache of -ctk f16 -ctv q8_0"),
+        (("-ctk", "q8_0"), "no KV cache of -ctk q8_0 -ctv f16"),
+        (("--kv", "q8", "--kv-q4"), "different KV caches: q8, q4"),
+        (("--sparse-k", "0"), "at least 1"),
+        (("--sparse-block", "-3"), "at least 1"),
+        (("--sparse-ratio", "1.5"), "--sparse-ratio must be between 0 and 1"),
+        (("--sparse-mass", "nan"), "--sparse-mass must be between 0 and 1"),
+        (("--sparse-score", "guess"), "guess"),
+    ],
+)
+def test_attention_settings_that_cannot_be(cli, args, message):
+    code, out, err = cli("-m", "M", *args, "hi")
+    assert (code, out) == (2, "") and message in " ".join(err)
 
 
 def test_every_option_can_be_a_variable(cli):

@@ -13,6 +13,7 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
+from qwenc.errors import UsageError
 from qwenc.kernels import simd
 from qwenc.kernels.jit import helper
 
@@ -43,6 +44,8 @@ class FloatKV(NamedTuple):
 
 def new_cache(kv: str, tokens: int, layers: int, kv_heads: int, head_dim: int) -> Int8KV | FloatKV:
     """An empty cache with room for `tokens` tokens; kv is "q8" or "f32". Memory is reserved, not yet taken."""
+    if kv not in ("q8", "f32"):
+        raise UsageError(f"the KV cache {kv} is not there yet")
     shape = (-(-tokens // PAGE), layers, kv_heads, PAGE * head_dim)
     if kv == "f32":
         return FloatKV(_reserve(shape, np.float32), _reserve(shape, np.float32))

@@ -9,10 +9,10 @@ from typing import Any
 
 import click
 
+from qwenc.commands.engine_options import engine_options, engine_settings
 from qwenc.commands.params import FileName, WholeNumber, color_option, json_option, option, option_name, quiet_option, verbose_option
 from qwenc.commands.prompt_input import argument_text, read_prompt, template_arguments
 from qwenc.errors import UsageError
-from qwenc.settings import KV_TYPES, WMODES, Settings
 
 _OPTIONS = (
     click.argument("argument", metavar="[PROMPT]", required=False),
@@ -53,17 +53,11 @@ _OPTIONS = (
     quiet_option(),
     color_option(),
     option("--dec-prof", is_flag=True, help="A [DEC-SINGLE] line per token on stderr (also with VLLM_DEC_PROF set)."),
-    # how to run
-    option("--wmode", type=click.Choice(WMODES), help="Weights. Default: dual (q8 in prefill, q4 in decode); of a packed file its own."),
-    option("--kv", type=click.Choice(KV_TYPES), default=KV_TYPES[0], show_default=True, help="KV cache."),
-    option("-t", "--threads", type=WholeNumber(1), metavar="N", help="Compute threads. Default: the fast cores, at most 4."),
-    option("--pin/--no-pin", default=True, show_default=True, help="Keep each thread on one core."),
-    option("--prefill-batch", type=WholeNumber(1), default=256, show_default=True, metavar="N", help="Prompt tokens computed at once."),
-    option("--offline", is_flag=True, help="Never ask the Hub."),
 )
 
 
 def run_options(function: Callable) -> Callable:
+    function = engine_options(function)
     for add in reversed(_OPTIONS):
         function = add(function)
     return function
@@ -101,8 +95,7 @@ def read_options(ctx: click.Context) -> RunOptions:
     for name, value in (("system", "-s"), ("think", "--think"), ("chat_template_kwargs", "--chat-template-kwargs")):
         if values["raw"] and values[name] is not None:
             raise UsageError(f"--raw leaves the chat template out, so {value} has no meaning with it")
-    settings = {name: values[name] for name in ("wmode", "kv", "threads", "pin", "ctx_size", "prefill_batch", "offline")}
-    Settings.from_dict(settings)
+    settings = engine_settings(values)
     sampling = {name: values[name] for name in ("temp", "top_k", "top_p", "min_p", "repeat_penalty", "seed")}
     _check_sampling(sampling)
     stops = tuple(argument_text("--stop", stop) for stop in values["stop"])
