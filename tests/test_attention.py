@@ -3,35 +3,62 @@
 import numpy as np
 import pytest
 
-from qwenc.attention.cache import PAGE, FloatKV, bytes_per_token, new_cache, write_kv
-from qwenc.attention.exact import attend_page, begin, new_rows, prepare_rows
+from qwenc.attention.attend import attend_span, prepare_rows
+from qwenc.attention.cache import PAGE, UNIT, FloatKV, Int8K, bytes_per_token, cache_arrays, new_cache, slot_of
+from qwenc.attention.rows import begin, new_rows
+from qwenc.attention.store import finish_unit, write_key, write_value
 from qwenc.kernels.jit import helper
 
+LAYERS, KV_HEADS = 2, 3
+KINDS = ["q8", "k8v4", "q4", "f32"]
+
+
+def stage_of(cache):
+    """Where keys of 4 bits wait for their unit to fill."""
+    if hasattr(cache.k, "tail"):
+        return Int8K(cache.k.tail, cache.k.tail_scale)
+    return Int8K(np.zeros((1, 1, 1, 16), np.int8), np.zeros((1, 1, 1, 1), np.float32))
+
 
 @helper
-def fill(cache, layer, head, k, v):
+def fill_all(cache, stage, layer, head, k, v):
+    own = (layer * KV_HEADS + head) * UNIT
+    head_dim = k.shape[1]
     for t in range(k.shape[0]):
-        write_kv(cache, layer, head, t, k, t * k.shape[1], v, t * v.shape[1], k.shape[1])
+        slot = slot_of(LAYERS, KV_HEADS, 0, layer, head, t)
+        write_key(cache.k, slot, stage, own + t % UNIT, k, t * head_dim, head_dim)
+        write_value(cache.v, slot, v, t * head_dim, head_dim)
+        if t % UNIT == UNIT - 1:
+            finish_unit(cache.k, cache.plane, slot - (UNIT - 1), stage, own, head_dim)
+
+
+def fill(cache, layer, head, k, v):
+    fill_all(cache, stage_of(cache), layer, head, k, v)
 
 
 @helper
-def attend(cache, layer, head, q, limit, out):
+def attend_rows(cache, stage, layer, head, q, limit, out):
     """Rows q [rows, head_dim], each over the first limit[row] keys."""
     rows = q.shape[0]
-    r = new_rows(rows, q.shape[1])
     most = 0
     for i in range(rows):
-        r.limit[i] = limit[i]
         most = max(most, limit[i])
+    r = new_rows(rows, q.shape[1], most)
+    for i in range(rows):
+        r.limit[i] = limit[i]
         for d in range(q.shape[1]):
             r.q[i, d] = q[i, d]
-    prepare_rows(cache, r, rows)
+    prepare_rows(cache.k, r, rows)
     begin(r, rows)
-    for page in range((most + PAGE - 1) // PAGE):
-        attend_page(cache, page, layer, head, r, rows, min(PAGE, most - page * PAGE))
+    own = (most - 1) // UNIT * UNIT
+    attend_span(cache, stage, (layer * KV_HEADS + head) * UNIT, r, rows, LAYERS, KV_HEADS, 0, layer, head, 0, own, most)
     for i in range(rows):
         for d in range(q.shape[1]):
             out[i, d] = r.o[i, d] / r.total[i]
+
+
+def attend(cache, layer, head, q, limit, out):
+    attend_rows(cache, stage_of(cache), layer, head, q, limit, out)
 
 
 def oracle(q, k, v, limit):
@@ -48,12 +75,37 @@ def eight_bits(x):
     return np.rint(x * np.divide(127, top, out=np.zeros_like(top), where=top > 0)) * top / 127
 
 
+def four_bits(x):
+    """x [tokens, dims]: asymmetric, per token in groups of 32 dimensions."""
+    out = np.empty(x.shape)
+    for first in range(0, x.shape[1], 32):
+        out[:, first : first + 32] = four_bits_along(x[:, first : first + 32], 1)
+    return out
+
+
+def four_bits_along(x, axis):
+    low = x.min(axis, keepdims=True).astype(np.float16).astype(np.float32)
+    step = ((x.max(axis, keepdims=True) - low) * np.float32(1 / 15)).astype(np.float16).astype(np.float64)
+    return low + step * np.clip(np.rint(np.divide(x - low, step, out=np.zeros(x.shape), where=step > 0)), 0, 15)
+
+
+def as_stored(kv, k, v):
+    """What a cache of that kind makes of keys and values; the unit that is not full has keys of 8 bits."""
+    if kv == "f32":
+        return k, v
+    k8 = eight_bits(k)
+    if kv == "q4":
+        for first in range(0, (len(k) - 1) // UNIT * UNIT, UNIT):
+            k8[first : first + UNIT] = four_bits_along(k8[first : first + UNIT].astype(np.float32), 0)
+    return k8, eight_bits(v) if kv == "q8" else four_bits(v)
+
+
 def case(kv, rows, head_dim, keys, seed=0, spread=1.0):
     rng = np.random.default_rng(seed)
     k = rng.standard_normal((keys, head_dim)).astype(np.float32)
     v = rng.standard_normal((keys, head_dim)).astype(np.float32)
     q = (rng.standard_normal((rows, head_dim)) * spread / np.sqrt(head_dim)).astype(np.float32)
-    cache = new_cache(kv, max(keys, 1) + PAGE, 2, 3, head_dim)
+    cache = new_cache(kv, max(keys, 1) + PAGE, LAYERS, KV_HEADS, head_dim)
     poison(cache)
     fill(cache, 1, 2, k, v)
     return cache, q, k, v
@@ -61,33 +113,30 @@ def case(kv, rows, head_dim, keys, seed=0, spread=1.0):
 
 def poison(cache):
     """Rows that no token has written must not matter, whatever they hold."""
-    for array in cache:
-        array[:] = np.nan if array.dtype == np.float32 else 111
+    for array in cache_arrays(cache).values():
+        array[:] = np.nan if array.dtype == np.float32 else 0x7E00 if array.dtype == np.uint16 else 111
 
 
-@pytest.mark.parametrize("kv", ["q8", "f32"])
+@pytest.mark.parametrize("kv", KINDS)
 @pytest.mark.parametrize("keys", [1, 2, 15, 16, 17, 63, 255, 256, 257, 700])
 def test_lengths(kv, keys):
     cache, q, k, v = case(kv, 2, 64, keys)
     out = np.empty((2, 64), np.float32)
     attend(cache, 1, 2, q, np.array([keys, keys]), out)
-    if kv == "q8":
-        k, v = eight_bits(k), eight_bits(v)
-    np.testing.assert_allclose(out, oracle(q, k, v, [keys, keys]), atol=3e-4 if kv == "q8" else 2e-6)
+    np.testing.assert_allclose(out, oracle(q, *as_stored(kv, k, v), [keys, keys]), atol=2e-6 if kv == "f32" else 3e-4)
 
 
-@pytest.mark.parametrize("kv", ["q8", "f32"])
+@pytest.mark.parametrize("kv", KINDS)
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 9, 32])
 @pytest.mark.parametrize("head_dim", [16, 48, 128, 256])
 def test_groups_and_head_sizes(kv, rows, head_dim):
     keys = 300
     cache, q, k, v = case(kv, rows, head_dim, keys, seed=rows)
-    limit = np.array([max(1, keys - 37 * i) for i in range(rows)])
+    step = 1 if kv == "q4" else 37  # rows of one call are of one unit there
+    limit = np.array([max(1, keys - step * (i % 12)) for i in range(rows)])
     out = np.empty((rows, head_dim), np.float32)
     attend(cache, 1, 2, q, limit, out)
-    if kv == "q8":
-        k, v = eight_bits(k), eight_bits(v)
-    np.testing.assert_allclose(out, oracle(q, k, v, limit), atol=4e-4 if kv == "q8" else 3e-6)
+    np.testing.assert_allclose(out, oracle(q, *as_stored(kv, k, v), limit), atol=3e-6 if kv == "f32" else 4e-4)
 
 
 def test_one_key_takes_all():
@@ -129,7 +178,7 @@ def test_constant_vectors(fill_value):
     np.testing.assert_allclose(out, fill_value, rtol=2e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("kv", ["q8", "f32"])
+@pytest.mark.parametrize("kv", KINDS)
 @pytest.mark.parametrize("which", ["k", "v"])
 def test_a_nan_in_the_cache_shows(kv, which):
     cache, q, k, v = case(kv, 2, 32, 100)
@@ -138,12 +187,21 @@ def test_a_nan_in_the_cache_shows(kv, which):
     out = np.zeros((2, 32), np.float32)
     attend(cache, 1, 2, q, np.array([100, 40]), out)
     assert np.isnan(out[0]).any()
-    assert np.isfinite(out[1]).all()  # that row does not see the bad key
+    if kv != "q4":
+        assert np.isfinite(out[1]).all()  # that row does not see the bad key
 
 
-def test_cache_bytes_are_as_promised():
-    assert bytes_per_token("q8", 1, 8, 128) == 2112
-    cache = new_cache("q8", PAGE, 1, 8, 128)
-    assert sum(array.nbytes for array in cache) == PAGE * 2112
-    assert isinstance(new_cache("f32", 10, 1, 1, 16), FloatKV)
-    assert bytes_per_token("f32", 2, 3, 64) == sum(a.nbytes for a in new_cache("f32", PAGE, 2, 3, 64)) // PAGE
+@pytest.mark.parametrize(("kv", "least"), [("q8", 2112), ("k8v4", 1696), ("q4", 1280), ("f32", 8192)])
+def test_cache_bytes_are_as_promised(kv, least):
+    assert bytes_per_token(kv, 1, 8, 128) == least
+    if kv in ("q8", "q4"):
+        assert bytes_per_token(kv, 3, 8, 128, sparse=True) <= 1.15 * 3 * least
+    cache = new_cache(kv, PAGE, 1, 8, 128)
+    pages = [array for name, array in cache_arrays(cache).items() if "tail" not in name]
+    assert sum(array.nbytes for array in pages) == PAGE * least
+
+
+def test_the_kinds_of_cache():
+    assert isinstance(new_cache("f32", 10, 1, 1, 16).k, FloatKV)
+    sparse = new_cache("q4", 10, 1, 1, 16, sparse=True)
+    assert sparse.plane.codes is sparse.k.upper  # kept once

@@ -1,62 +1,146 @@
 """The KV cache: one copy of every key and value, in pages of 256 tokens, given memory only as it fills.
 
 A page holds all layers and kv heads of its tokens, so the cache grows in one direction and a page can be saved, shared or dropped whole.
+Every array begins with [pages, layers, kv_heads]; a token's place in it is one number, its `slot`:
+((page·layers + layer)·kv_heads + head)·256 + position % 256.
+
+Tokens lie in tiles of 16, as the kernels read them (kernels/attention_tiles.py). Keys of 4 bits, and the 2-bit plane that sparse attention
+looks through, have one scale per channel in each unit of 32 tokens; a unit gets its codes when it is full.
 """
 
 from __future__ import annotations
 
 import contextlib
 import mmap
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from numba import types
-from numba.extending import overload
 
-from qwenc.errors import UsageError
-from qwenc.kernels import simd
 from qwenc.kernels.jit import helper
 
 PAGE = 256  # tokens
-PAGE_CELLS = PAGE // 4
+TILE = 16  # tokens that a kernel takes at once
+UNIT = 32  # tokens that share the scale of a channel
+UNITS = PAGE // UNIT
 
 
-class Int8KV(NamedTuple):
-    """int8 keys and values, one float32 scale per token and kv head: 2·(head_dim + 4) bytes per token, layer and kv head.
+class Int8K(NamedTuple):
+    """Keys: codes int8 [pages, layers, kv_heads, 256·head_dim] as [tile][head_dim/4][16 tokens][4 dims]; scale float32 […, 256]."""
 
-    k int8 [pages, layers, kv_heads, 256·head_dim]: [tile of 16 tokens][head_dim/4][16 tokens][4 dims], as the score tiles read it.
-    v int8 [pages, layers, kv_heads, 256·head_dim]: [head_dim/16][64 cells][16 dims][4 tokens], as the value tiles read it.
-    ks, vs float32 [pages, layers, kv_heads, 256].
+    codes: np.ndarray
+    scale: np.ndarray
+
+
+class Int8V(NamedTuple):
+    """Values: codes int8 [pages, layers, kv_heads, 256·head_dim] as [tile][head_dim/16][4 cells][16 dims][4 tokens]; scale float32 […, 256]."""
+
+    codes: np.ndarray
+    scale: np.ndarray
+
+
+class Q4K(NamedTuple):
+    """Keys of 4 bits per channel and unit, low + step·code: upper, lower uint8 […, 256·head_dim/4], two bits each, as
+    [tile][head_dim/16][16 tokens][4 bytes], byte b holding dimensions b, b + 4, b + 8, b + 12 of a strip from its lowest bits on; low, step
+    float16 as uint16 […, 8 units·head_dim]. tail, tail_scale: the unit that is not full yet, as Int8K holds it, [1, layers, kv_heads, …].
     """
 
-    k: np.ndarray
-    ks: np.ndarray
-    v: np.ndarray
-    vs: np.ndarray
+    upper: np.ndarray
+    lower: np.ndarray
+    low: np.ndarray
+    step: np.ndarray
+    tail: np.ndarray
+    tail_scale: np.ndarray
+
+
+class Q4V(NamedTuple):
+    """Values of 4 bits, low + step·code: codes uint8 […, 256·16·groups] as [tile][group][4 cells][16][4 tokens], a group being 32 dimensions,
+    d in the lower and d + 16 in the upper half of a byte; low, step float16 as uint16 […, 256·groups] as [tile][group][16 tokens]."""
+
+    codes: np.ndarray
+    low: np.ndarray
+    step: np.ndarray
 
 
 class FloatKV(NamedTuple):
-    """float32 keys and values, k and v [pages, layers, kv_heads, 256·head_dim], a row of head_dim values per token."""
+    """float32 keys or values [pages, layers, kv_heads, 256·head_dim], a row of head_dim values per token."""
 
-    k: np.ndarray
-    v: np.ndarray
+    values: np.ndarray
 
 
-def new_cache(kv: str, tokens: int, layers: int, kv_heads: int, head_dim: int) -> Int8KV | FloatKV:
-    """An empty cache with room for `tokens` tokens; kv is "q8" or "f32". Memory is reserved, not yet taken."""
-    if kv not in ("q8", "f32"):
-        raise UsageError(f"the KV cache {kv} is not there yet")
-    shape = (-(-tokens // PAGE), layers, kv_heads, PAGE * head_dim)
+class Plane(NamedTuple):
+    """What sparse attention ranks blocks by. codes: the upper two bits of every key's code (Q4K.upper itself where that exists). Per unit and
+    channel, centre and step of the range: centre int8 […, 8·head_dim], step 4 bits uint8 […, 8·16·groups], d and d + 16 of a group of 32 in
+    one byte; scale float32 […, 16]: what a unit's centres and steps are multiplied with. A key is about centre + step·(4·code − 6)."""
+
+    codes: np.ndarray
+    centre: np.ndarray
+    step: np.ndarray
+    scale: np.ndarray
+
+
+class KVCache(NamedTuple):
+    """k: Int8K, Q4K or FloatKV; v: Int8V, Q4V or FloatKV; plane: Plane, or None where attention is always exact."""
+
+    k: Any
+    v: Any
+    plane: Any
+
+
+def groups_of(head_dim: int) -> int:
+    """Groups of 32 dimensions."""
+    return -(-head_dim // 32)
+
+
+def new_cache(kv: str, tokens: int, layers: int, kv_heads: int, head_dim: int, *, sparse: bool = False) -> KVCache:
+    """An empty cache with room for `tokens` tokens. kv: "q8", "k8v4", "q4" or "f32"; sparse: with what sparse attention needs.
+    Memory is reserved, not yet taken."""
+    pages = -(-tokens // PAGE)
+
+    def room(per_page: int, dtype: type, count: int = pages) -> np.ndarray:
+        return _reserve((count, layers, kv_heads, per_page), dtype)
+
+    groups, values = groups_of(head_dim), PAGE * head_dim
+    k: Any
+    v: Any
     if kv == "f32":
-        return FloatKV(_reserve(shape, np.float32), _reserve(shape, np.float32))
-    scales = (*shape[:3], PAGE)
-    return Int8KV(_reserve(shape, np.int8), _reserve(scales, np.float32), _reserve(shape, np.int8), _reserve(scales, np.float32))
+        k, v = FloatKV(room(values, np.float32)), FloatKV(room(values, np.float32))
+    elif kv == "q4":
+        upper, lower = room(values // 4, np.uint8), room(values // 4, np.uint8)
+        low, step = room(UNITS * head_dim, np.uint16), room(UNITS * head_dim, np.uint16)
+        k = Q4K(upper, lower, low, step, room(UNIT * head_dim, np.int8, 1), room(UNIT, np.float32, 1))
+    else:
+        k = Int8K(room(values, np.int8), room(PAGE, np.float32))
+    if kv in ("q4", "k8v4"):
+        v = Q4V(room(PAGE * 16 * groups, np.uint8), room(PAGE * groups, np.uint16), room(PAGE * groups, np.uint16))
+    elif kv == "q8":
+        v = Int8V(room(values, np.int8), room(PAGE, np.float32))
+    plane = None
+    if sparse:
+        codes = k.upper if kv == "q4" else room(values // 4, np.uint8)
+        plane = Plane(codes, room(UNITS * head_dim, np.int8), room(UNITS * 16 * groups, np.uint8), room(2 * UNITS, np.float32))
+    return KVCache(k, v, plane)
 
 
-def bytes_per_token(kv: str, layers: int, kv_heads: int, head_dim: int) -> int:
-    """What one token takes in the cache."""
-    each = 8 * head_dim if kv == "f32" else 2 * (head_dim + 4)
-    return layers * kv_heads * each
+def cache_arrays(cache: KVCache) -> dict[str, np.ndarray]:
+    """The arrays of a cache by name ("k.codes"), none of them twice. All but k.tail… have one entry per page."""
+    arrays: dict[str, np.ndarray] = {}
+    for part_name, part in zip(cache._fields, cache, strict=True):
+        for name, array in zip(part._fields, part, strict=True) if part is not None else ():
+            if not any(array is known for known in arrays.values()):
+                arrays[f"{part_name}.{name}"] = array
+    return arrays
+
+
+def bytes_per_token(kv: str, layers: int, kv_heads: int, head_dim: int, *, sparse: bool = False) -> int:
+    """What one token takes in the cache, rounded up."""
+    arrays = cache_arrays(new_cache(kv, PAGE, layers, kv_heads, head_dim, sparse=sparse))
+    return -(-sum(array.nbytes for name, array in arrays.items() if not name.startswith("k.tail")) // PAGE)
+
+
+@helper
+def slot_of(layers, kv_heads, first_page, layer, head, position):
+    """Where the token at `position` lies in every array of the cache. first_page: where the sequence begins."""
+    return (((first_page + position // PAGE) * layers + layer) * kv_heads + head) * PAGE + position % PAGE
 
 
 def _reserve(shape: tuple[int, ...], dtype: type) -> np.ndarray:
@@ -68,48 +152,3 @@ def _reserve(shape: tuple[int, ...], dtype: type) -> np.ndarray:
         with contextlib.suppress(OSError):  # a kernel without huge pages
             buffer.madvise(mmap.MADV_HUGEPAGE)  # fewer TLB misses on long scans
     return np.frombuffer(buffer, dtype, count=int(np.prod(shape))).reshape(shape)
-
-
-# ---- writing --------------------------------------------------------------------------------------------------------------
-def write_kv(cache, layer, head, position, k, k_at, v, v_at, head_dim):
-    """Store the key k[k_at …] and the value v[v_at …] (float32, head_dim values) of the token at `position`."""
-    raise NotImplementedError("runs in compiled code only")
-
-
-@overload(write_kv)
-def _write_kv(cache, layer, head, position, k, k_at, v, v_at, head_dim):
-    if isinstance(cache, types.BaseNamedTuple) and cache.instance_class is FloatKV:
-
-        def write_float(cache, layer, head, position, k, k_at, v, v_at, head_dim):
-            page, slot = position // PAGE, position % PAGE
-            k_row, v_row = cache.k[page, layer, head], cache.v[page, layer, head]
-            for d in range(head_dim):
-                k_row[slot * head_dim + d] = simd.get(k, k_at + d)
-                v_row[slot * head_dim + d] = simd.get(v, v_at + d)
-
-        return write_float
-
-    def write_int8(cache, layer, head, position, k, k_at, v, v_at, head_dim):
-        page, slot = position // PAGE, position % PAGE
-        k_codes, v_codes = cache.k[page, layer, head], cache.v[page, layer, head]
-        k_scale, k_inverse = scale_of(k, k_at, head_dim)
-        v_scale, v_inverse = scale_of(v, v_at, head_dim)
-        cache.ks[page, layer, head, slot] = k_scale
-        cache.vs[page, layer, head, slot] = v_scale
-        k_first = (slot // 16) * 16 * head_dim + 4 * (slot % 16)
-        v_first = (slot // 4) * 64 + slot % 4
-        for d in range(head_dim):
-            k_codes[k_first + (d // 4) * 64 + d % 4] = np.int8(np.rint(simd.get(k, k_at + d) * k_inverse))
-            v_codes[v_first + (d // 16) * PAGE_CELLS * 64 + 4 * (d % 16)] = np.int8(np.rint(simd.get(v, v_at + d) * v_inverse))
-
-    return write_int8
-
-
-@helper
-def scale_of(x, x_at, count):
-    """(max|x|/127, 127/max|x|) of `count` values, a multiple of 16; a NaN makes the scale NaN."""
-    largest = simd.absolute(simd.load(x, x_at))
-    for i in range(16, count, 16):
-        largest = simd.maximum(largest, simd.absolute(simd.load(x, x_at + i)))
-    top = simd.lane_max(largest)
-    return top * np.float32(1 / 127), np.float32(127.0) / top if top > 0 else np.float32(0.0)

@@ -82,6 +82,12 @@ class Emitter:
         sign = b.shl(b.and_(bits, c(self.i32, 0x8000)), c(self.i32, 16))
         return b.bitcast(b.or_(finite_or_not, sign), self.f32)
 
+    def prefetch(self, pointer: Value) -> None:
+        """Ask for the cache line at `pointer`, which may lie anywhere, to be in the second-level cache soon."""
+        kinds = [I8.as_pointer(), I32, I32, I32]
+        function = cgutils.get_or_insert_function(self.b.module, ir.FunctionType(ir.VoidType(), kinds), "llvm.prefetch.p0i8")
+        self.b.call(function, [pointer, I32(0), I32(2), I32(1)])  # read, level 2, data
+
     # ---- constants and broadcasts --------------------------------------------------------------------------------------
     def _splat_constant(self, kind: ir.VectorType, value: float) -> Value:
         return ir.Constant(kind, [value] * kind.count)
@@ -131,6 +137,12 @@ class Emitter:
     # ---- 8-bit dot products --------------------------------------------------------------------------------------------
     def low_nibbles(self, codes: Wide) -> Wide:
         return [self.b.and_(part, self._splat_constant(self.i8, 15)) for part in codes]
+
+    def two_bits(self, codes: Wide, which: int) -> Wide:
+        """The 2-bit code number `which` (0 the lowest) of every byte, as a byte."""
+        words = [self.b.bitcast(part, self.i32) for part in codes]
+        moved = [self.b.lshr(part, self._splat_constant(self.i32, 2 * which)) for part in words] if which else words
+        return [self.b.and_(self.b.bitcast(part, self.i8), self._splat_constant(self.i8, 3)) for part in moved]
 
     def high_nibbles(self, codes: Wide) -> Wide:
         return [self.b.lshr(part, self._splat_constant(self.i8, 4)) for part in codes]
@@ -218,3 +230,26 @@ class Emitter:
             mask = ir.Constant(ir.VectorType(I32, count // 4), list(range(first, count, 4)))
             acc = self.b.add(acc, self.b.shuffle_vector(wide, wide, mask))
         return acc
+
+
+def two_pieces(e: Emitter, high: Wide, low: Wide) -> Wide:
+    """128·high + low."""
+    return e.each(e.b.add, e.each(e.b.shl, high, e.constant(e.i32, 7)), low)
+
+
+class Accumulators:
+    """`count` wide sums that live across a loop: stack slots, which LLVM turns into registers."""
+
+    def __init__(self, e: Emitter, kind: ir.VectorType, count: int, start: Callable[[int], Wide] | None = None):
+        self.e = e
+        zero = e.constant(kind, 0)
+        self.slots = [[cgutils.alloca_once(e.b, kind) for _ in range(e.parts)] for _ in range(count)]
+        for i in range(count):
+            self.set(i, start(i) if start else zero)
+
+    def get(self, i: int) -> Wide:
+        return [self.e.b.load(slot) for slot in self.slots[i]]
+
+    def set(self, i: int, wide: Wide) -> None:
+        for slot, part in zip(self.slots[i], wide, strict=True):
+            self.e.b.store(part, slot)

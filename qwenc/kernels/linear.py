@@ -8,8 +8,8 @@ from numba.extending import overload
 
 from qwenc.kernels import simd
 from qwenc.kernels.jit import helper
+from qwenc.kernels.linear_tiles import GROUP, PIECES_TOP, make_linear, make_linear_f32
 from qwenc.kernels.records import F32, Q4, Q8, TILE, Q8Fast
-from qwenc.kernels.tiles import GROUP, PIECES_TOP, make_linear, make_linear_f32
 
 linear_q4_one, linear_q4_many = make_linear("q4", 1), make_linear("q4", TILE)
 linear_q8_one, linear_q8_many = make_linear("q8", 1), make_linear("q8", TILE)

@@ -13,7 +13,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
-from qwenc.kernels.emit import F32X16, I8, I32, I32X16, I64, LANES, Emitter, Value
+from qwenc.kernels.emit import F32X16, I8, I16, I32, I32X16, I64, LANES, Emitter, Value
 
 
 class VectorType(types.Type):
@@ -173,10 +173,7 @@ def store_two_pieces(typingctx, array, index, step, vector, sums, sums_at):
 
     def codegen(context, builder, sig, values):
         array_v, index_v, step_v, vector_v, sums_v, sums_at_v = values
-        n = _rounded(builder, vector_v)
-        half = _constant(64 if signed else 0, I32X16)
-        high = builder.ashr(builder.add(n, half), _constant(7, I32X16))
-        low = builder.sub(n, builder.shl(high, _constant(7, I32X16)))
+        high, low = _pieces(builder, vector_v, signed)
         bytes_type = ir.VectorType(I8, LANES)
         order = [i for cell in range(4) for i in (*range(4 * cell, 4 * cell + 4), *range(16 + 4 * cell, 20 + 4 * cell))]
         pair = builder.shuffle_vector(
@@ -184,13 +181,113 @@ def store_two_pieces(typingctx, array, index, step, vector, sums, sums_at):
         )
         _store_words(Emitter(builder), pair, I64, pointer_to(context, builder, sig.args[0], array_v, index_v), step_v)
         if signed:
-            pointer = builder.bitcast(pointer_to(context, builder, sig.args[4], sums_v, sums_at_v), I32.as_pointer())
-            for i, piece in enumerate((high, low)):
-                slot = builder.gep(pointer, [I64(i)])
-                builder.store(builder.add(builder.load(slot), _int_sum(builder, piece)), slot)
+            _add_sums(context, builder, sig.args[4], sums_v, sums_at_v, (high, low))
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.intp, f32x16, sums, types.intp), codegen
+
+
+def _pieces(b: ir.IRBuilder, x: Value, signed: bool) -> tuple[Value, Value]:
+    n = _rounded(b, x)
+    half = _constant(64 if signed else 0, I32X16)
+    high = b.ashr(b.add(n, half), _constant(7, I32X16))
+    return high, b.sub(n, b.shl(high, _constant(7, I32X16)))
+
+
+def _add_sums(context: Any, b: ir.IRBuilder, sums_type: Any, sums: Value, at: Value, pieces: tuple[Value, ...]) -> None:
+    pointer = b.bitcast(pointer_to(context, b, sums_type, sums, at), I32.as_pointer())
+    for i, piece in enumerate(pieces):
+        slot = b.gep(pointer, [I64(i)])
+        b.store(b.add(b.load(slot), _int_sum(b, piece)), slot)
+
+
+@intrinsic
+def store_pieces(typingctx, array, index, vector, sums, sums_at):
+    """Round 16 floats within ±16319 (0 … 16383 when `sums` is None) to integers n = 128·high + low as store_two_pieces does, and write the
+    16 high bytes, then the 16 low ones, at `index`."""
+    signed = sums is not types.none
+
+    def codegen(context, builder, sig, values):
+        array_v, index_v, vector_v, sums_v, sums_at_v = values
+        high, low = _pieces(builder, vector_v, signed)
+        bytes_type = ir.VectorType(I8, LANES)
+        pointer = builder.bitcast(pointer_to(context, builder, sig.args[0], array_v, index_v), bytes_type.as_pointer())
+        for i, piece in enumerate((high, low)):
+            builder.store(builder.trunc(piece, bytes_type), builder.gep(pointer, [I64(i)]), align=1)
+        if signed:
+            _add_sums(context, builder, sig.args[3], sums_v, sums_at_v, (high, low))
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, f32x16, sums, types.intp), codegen
+
+
+@intrinsic
+def store_bytes(typingctx, array, index, vector):
+    """Round 16 floats to the nearest even integer and write their low bytes at `index`."""
+
+    def codegen(context, builder, sig, values):
+        bytes_type = ir.VectorType(I8, LANES)
+        pointer = builder.bitcast(pointer_to(context, builder, sig.args[0], values[0], values[1]), bytes_type.as_pointer())
+        builder.store(builder.trunc(_rounded(builder, values[2]), bytes_type), pointer, align=1)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, f32x16), codegen
+
+
+@intrinsic
+def load_bytes(typingctx, array, index):
+    """16 int8 numbers as floats."""
+
+    def codegen(context, builder, sig, values):
+        bytes_type = ir.VectorType(I8, LANES)
+        pointer = builder.bitcast(pointer_to(context, builder, sig.args[0], *values), bytes_type.as_pointer())
+        return builder.sitofp(builder.sext(builder.load(pointer, align=1), I32X16), F32X16)
+
+    return f32x16(array, types.intp), codegen
+
+
+@intrinsic
+def load_nibbles(typingctx, array, index, upper):
+    """The lower (or, with upper = 1, the upper) halves of 16 bytes as floats."""
+
+    def codegen(context, builder, sig, values):
+        bytes_type = ir.VectorType(I8, LANES)
+        pointer = builder.bitcast(pointer_to(context, builder, sig.args[0], values[0], values[1]), bytes_type.as_pointer())
+        words = builder.zext(builder.load(pointer, align=1), I32X16)
+        shift = _splat(builder, builder.shl(builder.trunc(values[2], I32), I32(2)), I32X16)
+        return builder.sitofp(builder.and_(builder.lshr(words, shift), _constant(15, I32X16)), F32X16)
+
+    return f32x16(array, types.intp, types.intp), codegen
+
+
+@intrinsic
+def store_half(typingctx, array, index, vector):
+    """Write 16 floats in half precision at `index` of a uint16 array, rounded to nearest even; beyond its range becomes infinite."""
+
+    def codegen(context, builder, sig, values):
+        half_type = ir.VectorType(I16, LANES)
+        pointer = builder.bitcast(pointer_to(context, builder, sig.args[0], values[0], values[1]), half_type.as_pointer())
+        builder.store(_to_half(builder, values[2]), pointer, align=1)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, f32x16), codegen
+
+
+def _to_half(b: ir.IRBuilder, x: Value) -> Value:
+    """Bits of half precision, i16 lanes. In integers, so that no level depends on an instruction for it."""
+    c = lambda value: _constant(value, I32X16)  # noqa: E731
+    bits = b.bitcast(x, I32X16)
+    sign = b.and_(b.lshr(bits, c(16)), c(0x8000))
+    magnitude = b.and_(bits, c(0x7FFFFFFF))
+    odd = b.and_(b.lshr(magnitude, c(13)), c(1))
+    normal = b.lshr(b.sub(b.add(magnitude, b.add(c(0xFFF), odd)), c(112 << 23)), c(13))
+    # below 2^-14: adding 1/2 leaves the nearest multiple of 2^-24 in the low bits
+    shifted = b.fadd(b.bitcast(magnitude, F32X16), _constant(0.5))
+    small = b.sub(b.bitcast(shifted, I32X16), c(0x3F000000))
+    value = b.select(b.icmp_unsigned("<", magnitude, c(113 << 23)), small, normal)
+    value = b.select(b.icmp_unsigned(">=", magnitude, c(0x477FF000)), c(0x7C00), value)
+    value = b.select(b.icmp_unsigned(">", magnitude, c(0x7F800000)), c(0x7E00), value)
+    return b.trunc(b.or_(value, sign), ir.VectorType(I16, LANES))
 
 
 @intrinsic
@@ -263,6 +360,27 @@ def first_lanes(b, x, count, other):
     lanes = ir.Constant(I32X16, list(range(LANES)))
     keep = b.icmp_signed("<", lanes, _splat(b, b.trunc(count, I32), I32X16))
     return b.select(keep, x, other)
+
+
+@_operation(f32x16, f32x16, types.intp, types.intp, f32x16)
+def kept_lanes(b, x, mask, count, other):
+    """Lanes below `count` whose bit of `mask` is set from x, the others from `other` (a select, as in first_lanes)."""
+    lanes = ir.Constant(I32X16, list(range(LANES)))
+    bits = b.and_(b.lshr(_splat(b, b.trunc(mask, I32), I32X16), lanes), _constant(1, I32X16))
+    keep = b.and_(b.icmp_signed("<", lanes, _splat(b, b.trunc(count, I32), I32X16)), b.icmp_signed("!=", bits, _constant(0, I32X16)))
+    return b.select(keep, x, other)
+
+
+@_operation(f32x16, f32x16, f32x16, f32x16)
+def where_zero(b, x, then, other):
+    """`then` in the lanes where x is 0, `other` in the rest, those where x is NaN among them."""
+    return b.select(b.fcmp_ordered("==", x, _constant(0.0)), then, other)
+
+
+@_operation(f32x16, f32x16, f32x16)
+def minimum(b, x, y):
+    """The smaller of each pair; y when they cannot be compared."""
+    return b.select(b.fcmp_ordered("<", x, y), x, y)
 
 
 def _fold(b: ir.IRBuilder, x: Value, combine: Callable[[Value, Value], Value]) -> Value:

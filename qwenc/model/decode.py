@@ -10,8 +10,10 @@ from __future__ import annotations
 import numpy as np
 from numba.extending import overload
 
-from qwenc.attention.cache import PAGE, write_kv
-from qwenc.attention.exact import NO_SCORE, attend_page, begin, new_rows, prepare_rows
+from qwenc.attention.attend import attend_span, prepare_rows, stage_of
+from qwenc.attention.cache import PAGE, UNIT, slot_of
+from qwenc.attention.rows import NO_SCORE, begin, new_rows
+from qwenc.attention.store import finish_unit, write_key, write_value
 from qwenc.kernels import simd
 from qwenc.kernels.jit import helper, jit
 from qwenc.kernels.linear import linear_one, prepare, read_row, row_tiles
@@ -35,7 +37,7 @@ def decode_step(team, w, shape, cache, b, token, position, cos, sin):
         read_row(w.embed, token, b.x, 0)
     normed = np.zeros(shape.hidden_room, np.float32)
     acts = new_acts(is_quantised(w.qkv), max(max(shape.hidden_room, b.attn.shape[1]), max(b.ffn.size, b.expert_ffn.size)), 1)
-    rows = new_rows(shape.heads // shape.kv_heads, shape.head_room)
+    rows = new_rows(shape.heads // shape.kv_heads, shape.head_room, position + 1)
     barrier(team)
     now = lap(team, OTHER_LOOP, now)
     phase = 0
@@ -124,7 +126,7 @@ def attend(team, phase, w, shape, cache, b, rows, layer, position, cos, sin, now
         head, part = item // spans, item % spans
         if head != loaded:
             load_queries(w, shape, b, rows, layer, head, cos, sin)
-            prepare_rows(cache, rows, group)
+            prepare_rows(cache.k, rows, group)
             now = lap(team, ROPE, now)
             loaded = head
         if part == spans - 1:
@@ -133,16 +135,18 @@ def attend(team, phase, w, shape, cache, b, rows, layer, position, cos, sin, now
         begin(rows, group)
         for i in range(group):
             rows.limit[i] = keys
-        for page in range(part * span, min(pages, (part + 1) * span)):
-            attend_page(cache, page, layer, head, rows, group, min(PAGE, keys - page * PAGE))
+        stage, stage_slot = stage_of(cache.k), (layer * shape.kv_heads + head) * UNIT
+        first, own, end = part * span * PAGE, position // UNIT * UNIT, min(keys, (part + 1) * span * PAGE)
+        attend_span(cache, stage, stage_slot, rows, group, shape.layers, shape.kv_heads, 0, layer, head, first, own, end)
         for i in range(group):
+            o_at = i * rows.o.shape[1]
             if spans == 1:
                 scale = np.float32(1.0) / rows.total[i]
-                scale_into(rows.o, i * shape.head_room, scale, b.attn, (head * group + i) * shape.head_room, shape.head_room)
+                scale_into(rows.o, o_at, scale, b.attn, (head * group + i) * shape.head_room, shape.head_room)
             else:
                 b.part_m[item, i] = rows.m[i]
                 b.part_l[item, i] = rows.total[i]
-                scale_into(rows.o, i * shape.head_room, np.float32(1.0), b.part_o, (item * group + i) * shape.head_room, shape.head_room)
+                scale_into(rows.o, o_at, np.float32(1.0), b.part_o, (item * group + i) * shape.head_room, shape.head_room)
         now = lap(team, ATTN, now)
         item = claim(team, phase)
     barrier(team)
@@ -179,7 +183,12 @@ def store_token(w, shape, cache, b, layer, kv_head, position, cos, sin):
     if shape.qk_norm:
         rms_norm(b.qkv, k_at, w.k_norm, layer * shape.head_room, shape.head_dim, shape.eps, b.qkv, k_at)
     rotate(b.qkv, k_at, cos, sin, 0, shape.head_dim // 2)
-    write_kv(cache, layer, kv_head, position, b.qkv, k_at, b.qkv, v_at, shape.head_room)
+    slot = slot_of(shape.layers, shape.kv_heads, 0, layer, kv_head, position)
+    stage, own = stage_of(cache.k), (layer * shape.kv_heads + kv_head) * UNIT
+    write_key(cache.k, slot, stage, own + position % UNIT, b.qkv, k_at, shape.head_room)
+    write_value(cache.v, slot, b.qkv, v_at, shape.head_room)
+    if position % UNIT == UNIT - 1:
+        finish_unit(cache.k, cache.plane, slot - (UNIT - 1), stage, own, shape.head_room)
 
 
 @helper

@@ -138,7 +138,9 @@ class Sequence:
         size = self.prefill_batch if count > 64 else min(64, self.prefill_batch)
         key = (max(size, 2), all_logits)
         if key not in self._prefill_buffers:
-            self._prefill_buffers[key] = new_buffers(self.model.shape, self.model.prefill_weights, key[0], all_logits=all_logits)
+            self._prefill_buffers[key] = new_buffers(
+                self.model.shape, self.model.prefill_weights, key[0], all_logits=all_logits, staged=hasattr(self.cache.k, "tail")
+            )
         return self._prefill_buffers[key]
 
     def _checked(self, logits: np.ndarray) -> np.ndarray:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from qwenc.attention.cache import UNIT, Int8K
 from qwenc.config.model_config import round_up
 from qwenc.kernels.records import TILE, Acts, new_acts
 from qwenc.model.overloads import is_quantised
@@ -78,7 +79,9 @@ class Buffers(NamedTuple):
     [places, expert width]; logits [tokens, vocabulary rows] or [1, …]; acts: activations as matrices read them. part_o [kv_heads·SPANS,
     group, head_room], part_m, part_l [kv_heads·SPANS, group]: attention of parts of a long context. gate float32 [tokens, experts];
     choice int64, choice_weight float32 [tokens, experts_per_token]; place int64 [tokens, experts_per_token]: row of an assignment in
-    the order by expert; expert_tile int64 [experts + 1]: first token tile of an expert; y [places, hidden_room].
+    the order by expert; expert_tile int64 [experts + 1]: first token tile of an expert; y [places, hidden_room]. stage: keys of the
+    mini-batch, by kv head and unit of 32 tokens, that have no codes of 4 bits yet (codes int8 [kv_heads, units, 32·head_room], scale
+    float32 [kv_heads, units, 32]; empty unless a cache needs it).
     """
 
     x: np.ndarray
@@ -97,14 +100,15 @@ class Buffers(NamedTuple):
     place: np.ndarray
     expert_tile: np.ndarray
     y: np.ndarray
+    stage: Int8K
 
 
 SPANS = 16  # most parts that a context is cut into in decode
 
 
-def new_buffers(shape: Shape, weights: Weights, tokens: int, *, all_logits: bool = False) -> Buffers:
+def new_buffers(shape: Shape, weights: Weights, tokens: int, *, all_logits: bool = False, staged: bool = False) -> Buffers:
     """Buffers for mini-batches of up to `tokens` tokens, or for decode when tokens is 1; with all_logits, logits of every
-    token instead of the last."""
+    token instead of the last; staged: for a cache with keys of 4 bits."""
     decode = tokens == 1
     chosen = shape.experts_per_token
     experts = weights.router.shape[1] if weights.expert_down is not None else 0
@@ -118,6 +122,8 @@ def new_buffers(shape: Shape, weights: Weights, tokens: int, *, all_logits: bool
     acts = max(row * round_up(tokens, TILE), places * max(shape.hidden_room, expert_width))
     group = shape.heads // shape.kv_heads
     parts = shape.kv_heads * SPANS if decode else 0
+
+    units = tokens // UNIT + 2 if staged and not decode else 0
 
     def f32(*sizes: int) -> np.ndarray:
         return np.zeros(sizes, np.float32)
@@ -139,6 +145,9 @@ def new_buffers(shape: Shape, weights: Weights, tokens: int, *, all_logits: bool
         place=np.zeros((tokens, chosen), np.int64),
         expert_tile=np.zeros(experts + 1, np.int64),
         y=f32(0 if decode else places, shape.hidden_room),
+        stage=Int8K(
+            np.zeros((shape.kv_heads, units, UNIT * shape.head_room), np.int8), np.zeros((shape.kv_heads, units, UNIT), np.float32)
+        ),
     )
 
 

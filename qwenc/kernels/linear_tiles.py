@@ -1,4 +1,4 @@
-"""The inner loops, written as SIMD instructions: 16 matrix rows × T tokens, 16 keys × R queries, 16 dimensions of V × R queries.
+"""The inner loops of matrices, written as SIMD instructions: 16 matrix rows × T tokens.
 
 Each `make_*` returns a Numba intrinsic for one tile size. Arguments named `*_at` are element indices in memory order.
 """
@@ -9,12 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from qwenc.kernels.emit import I64, LANES, Emitter, Value, Wide
+from qwenc.kernels.emit import I64, LANES, Accumulators, Emitter, Value, Wide, two_pieces
 from qwenc.kernels.simd import pointer_to
 
 GROUP = 32  # weights and activations that share a scale
@@ -54,7 +53,7 @@ def _linear_q8_group(e: Emitter, at: Callable[[str], Value], tokens: int) -> lis
 def _linear_q8_fine_group(e: Emitter, at: Callable[[str], Value], tokens: int) -> list[Wide]:
     """The same for activations in two pieces: as if there were twice as many tokens, joined at the end."""
     acc = _linear_q8_group(e, at, 2 * tokens)
-    return [_two_pieces(e, acc[2 * t], acc[2 * t + 1]) for t in range(tokens)]
+    return [two_pieces(e, acc[2 * t], acc[2 * t + 1]) for t in range(tokens)]
 
 
 # format -> bytes of a group of 16 rows × 32 inputs, pieces of an activation, integer sums of a group
@@ -83,7 +82,7 @@ def make_linear(fmt: str, tokens: int) -> Any:
                 "xs": (pointer_to(context, builder, sig.args[5], xs_v, first), 4 * tokens),
                 "xo": (pointer_to(context, builder, sig.args[6], xo_v, builder.mul(first, I64(pieces))), 4 * tokens * pieces),
             }
-            sums = _Accumulators(e, e.f32, tokens)
+            sums = Accumulators(e, e.f32, tokens)
             with cgutils.for_range(builder, groups_v) as loop:
                 pointers = {name: e.at(base, builder.mul(loop.index, I64(step))) for name, (base, step) in bases.items()}
                 integers = sum_group(e, pointers.__getitem__, tokens)
@@ -114,7 +113,7 @@ def make_linear_f32(tokens: int) -> Any:
             e = Emitter(builder)
             weights = pointer_to(context, builder, sig.args[0], values_v, values_at_v)
             xs = pointer_to(context, builder, sig.args[2], x_v, builder.mul(builder.mul(tile_v, inputs_v), I64(tokens)))
-            sums = _Accumulators(e, e.f32, tokens * chains)
+            sums = Accumulators(e, e.f32, tokens * chains)
             with cgutils.for_range(builder, builder.sdiv(inputs_v, I64(4))) as loop:
                 w_p = e.at(weights, builder.mul(loop.index, I64(4 * 4 * LANES)))
                 x_p = e.at(xs, builder.mul(loop.index, I64(4 * 4 * tokens)))
@@ -135,101 +134,3 @@ def make_linear_f32(tokens: int) -> Any:
         return types.void(values, at, x, at, at, out, at), codegen
 
     return tile
-
-
-# ---- attention over int8 keys and values -------------------------------------------------------------------------------------- A
-# query is held as 15 bits in two signed bytes, q ≈ scale·(128·high + low), a probability as 14 bits in two bytes below 128: two dot
-# products each, with an error far below that of the 8-bit keys and values.
-
-
-def make_scores(rows: int) -> Any:
-    """tile(k, k_at, ks, ks_at, q, q_at, qs, qo, row_at, cells, s, s_at, s_step): scores of `rows` queries against 16 keys.
-
-    k int8 [cells][16 keys][4], ks float32 scale per key; q int8 [cells][rows][2 pieces][4], qs float32 scale per row, qo int32 [row][2]
-    −bias·Σ of each piece; cells = head_dim/4. Writes s[s_at + r·s_step + key] = q·k (float32).
-    """
-
-    @intrinsic
-    def tile(typingctx, k, k_at, ks, ks_at, q, q_at, qs, qo, row_at, cells, s, s_at, s_step):
-        def codegen(context, builder, sig, values):
-            k_v, k_at_v, ks_v, ks_at_v, q_v, q_at_v, qs_v, qo_v, row_v, cells_v, s_v, s_at_v, step_v = values
-            e = Emitter(builder)
-            k_p = pointer_to(context, builder, sig.args[0], k_v, k_at_v)
-            q_p = pointer_to(context, builder, sig.args[4], q_v, q_at_v)
-            qo_p = pointer_to(context, builder, sig.args[7], qo_v, builder.mul(row_v, I64(2)))
-            sums = _Accumulators(e, e.i32, 2 * rows, start=lambda i: e.load_splat(qo_p, 4 * i, e.i32))
-            with cgutils.for_range(builder, cells_v) as loop:
-                keys = e.prepare_signed(e.load(e.at(k_p, builder.mul(loop.index, I64(64))), e.i8))
-                cell = e.at(q_p, builder.mul(loop.index, I64(8 * rows)))
-                for i in range(2 * rows):
-                    sums.set(i, e.dot_signed(sums.get(i), keys, e.load_splat(cell, CELL * i, e.i8)))
-            key_scale = e.load(pointer_to(context, builder, sig.args[2], ks_v, ks_at_v), e.f32)
-            qs_p = pointer_to(context, builder, sig.args[6], qs_v, row_v)
-            for r in range(rows):
-                product = e.to_float(_two_pieces(e, sums.get(2 * r), sums.get(2 * r + 1)))
-                scale = e.each(builder.fmul, key_scale, e.load_splat(qs_p, 4 * r, e.f32))
-                s_p = pointer_to(context, builder, sig.args[10], s_v, builder.add(s_at_v, builder.mul(step_v, I64(r))))
-                e.store(e.each(builder.fmul, product, scale), s_p)
-            return context.get_dummy_value()
-
-        at = types.intp
-        return types.void(k, at, ks, at, q, at, qs, qo, at, at, s, at, at), codegen
-
-    return tile
-
-
-def make_weighted_values(rows: int) -> Any:
-    """tile(v, v_at, p, p_at, ps, decay, row_at, cells, o, o_at, o_step): o = decay·o + Σ p·v over 4·cells keys, for 16 dimensions.
-
-    v int8 [cells][16 dims][4 keys]; p uint8 [cells][rows][2 pieces][4], ps and decay float32 per row. o float32: o[o_at + r·o_step + dim].
-    """
-
-    @intrinsic
-    def tile(typingctx, v, v_at, p, p_at, ps, decay, row_at, cells, o, o_at, o_step):
-        def codegen(context, builder, sig, values):
-            v_v, v_at_v, p_v, p_at_v, ps_v, decay_v, row_v, cells_v, o_v, o_at_v, step_v = values
-            e = Emitter(builder)
-            v_p = pointer_to(context, builder, sig.args[0], v_v, v_at_v)
-            p_p = pointer_to(context, builder, sig.args[2], p_v, p_at_v)
-            sums = _Accumulators(e, e.i32, 2 * rows)
-            with cgutils.for_range(builder, cells_v) as loop:
-                dims = e.load(e.at(v_p, builder.mul(loop.index, I64(64))), e.i8)
-                cell = e.at(p_p, builder.mul(loop.index, I64(8 * rows)))
-                for i in range(2 * rows):
-                    sums.set(i, e.dot_small(sums.get(i), e.load_splat(cell, CELL * i, e.i8), dims))
-            ps_p = pointer_to(context, builder, sig.args[4], ps_v, row_v)
-            decay_p = pointer_to(context, builder, sig.args[5], decay_v, row_v)
-            for r in range(rows):
-                product = e.to_float(_two_pieces(e, sums.get(2 * r), sums.get(2 * r + 1)))
-                o_p = pointer_to(context, builder, sig.args[8], o_v, builder.add(o_at_v, builder.mul(step_v, I64(r))))
-                old = e.each(builder.fmul, e.load(o_p, e.f32), e.load_splat(decay_p, 4 * r, e.f32))
-                e.store(e.fma(product, e.load_splat(ps_p, 4 * r, e.f32), old), o_p)
-            return context.get_dummy_value()
-
-        at = types.intp
-        return types.void(v, at, p, at, ps, decay, at, at, o, at, at), codegen
-
-    return tile
-
-
-def _two_pieces(e: Emitter, high: Wide, low: Wide) -> Wide:
-    """128·high + low."""
-    return e.each(e.b.add, e.each(e.b.shl, high, e.constant(e.i32, 7)), low)
-
-
-class _Accumulators:
-    """`count` wide sums that live across a loop: stack slots, which LLVM turns into registers."""
-
-    def __init__(self, e: Emitter, kind: ir.VectorType, count: int, start: Callable[[int], Wide] | None = None):
-        self.e = e
-        zero = e.constant(kind, 0)
-        self.slots = [[cgutils.alloca_once(e.b, kind) for _ in range(e.parts)] for _ in range(count)]
-        for i in range(count):
-            self.set(i, start(i) if start else zero)
-
-    def get(self, i: int) -> Wide:
-        return [self.e.b.load(slot) for slot in self.slots[i]]
-
-    def set(self, i: int, wide: Wide) -> None:
-        for slot, part in zip(self.slots[i], wide, strict=True):
-            self.e.b.store(part, slot)

@@ -1,0 +1,388 @@
+"""Attention of a few query rows over a list of tiles of the cache: all of a context, or the blocks that were chosen."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba.extending import overload
+
+from qwenc.attention.cache import Q4K, Q4V, UNIT, FloatKV, Int8K
+from qwenc.attention.overloads import is_record
+from qwenc.attention.rows import S_ROW, SEGMENT_KEYS, list_tiles, rows_at_once, softmax_segment, split_queries, split_weights
+from qwenc.kernels import simd
+from qwenc.kernels.attention_tiles import SEGMENT, make_scores, make_values, strips_at_once, tiles_at_once
+from qwenc.kernels.jit import helper
+from qwenc.kernels.linear_tiles import PIECES_TOP
+
+TILES_1, TILES_2, TILES_4, TILES_8 = (tiles_at_once(rows, 2) for rows in (1, 2, 4, 8))
+AHEAD = (4, 2)  # cache lines of a strip of int8 and of 4-bit values
+
+# eight rows and more are prefill, where the same keys and values are read again and again: nothing to ask for ahead
+int8_scores = [[make_scores("int8", rows, tiles_at_once(rows, 2), lines if rows < 8 else 0) for rows in (1, 2, 4, 8)] for lines in AHEAD]
+(i8_1, i8_2, i8_4, i8_8), (i4_1, i4_2, i4_4, i4_8) = int8_scores
+PAIR = TILES_2 >= 2  # whether 2 rows take the two tiles of a unit at once
+q4_1, q4_2, q4_4 = (make_scores("q4", rows, min(2, tiles_at_once(rows, 2)), 2) for rows in (1, 2, 4))
+q4_one_1, q4_one_2, q4_one_4, q4_one_8 = (make_scores("q4", rows, 1, 2 if rows < 8 else 0) for rows in (1, 2, 4, 8))
+PAIR_1, PAIR_2, PAIR_4 = (tiles_at_once(rows, 2) >= 2 for rows in (1, 2, 4))
+
+STRIPS_1, STRIPS_2, STRIPS_4, STRIPS_8 = (strips_at_once(rows) for rows in (1, 2, 4, 8))
+v8_1, v8_2, v8_4, v8_8 = (make_values("int8", rows, strips_at_once(rows), (256,) if rows < 8 else ()) for rows in (1, 2, 4, 8))
+v8_one_1, v8_one_2, v8_one_4 = (make_values("int8", rows, 1, (256,)) for rows in (1, 2, 4))
+v4_1, v4_2, v4_4, v4_8 = (make_values("q4", rows, 2, (64, 64) if rows < 8 else ()) for rows in (1, 2, 4, 8))
+v4_k8_1, v4_k8_2, v4_k8_4 = (make_values("q4", rows, 2, (256,)) for rows in (1, 2, 4))
+
+
+def prepare_rows(k, r, rows):
+    """Bring r.q into the form in which keys are scored. Call after r.q is set, before anything is attended to."""
+    raise NotImplementedError("runs in compiled code only")
+
+
+@overload(prepare_rows)
+def _prepare_rows(k, r, rows):
+    if is_record(k, FloatKV):
+        return lambda k, r, rows: None
+    return lambda k, r, rows: split_queries(r, rows)
+
+
+def attend_span(cache, stage, stage_slot, r, rows, layers, kv_heads, first_page, layer, head, begin_key, own_key, end_key):
+    """Let the rows see the keys from begin_key (a multiple of 256) up to end_key, each row those below its limit. own_key: where the unit
+    begins to which the rows' tokens belong; stage, stage_slot: where its keys lie while they have no codes of 4 bits."""
+    raise NotImplementedError("runs in compiled code only")
+
+
+@overload(attend_span)
+def _attend_span(cache, stage, stage_slot, r, rows, layers, kv_heads, first_page, layer, head, begin_key, own_key, end_key):
+    if not is_staged(cache):
+
+        def run(cache, stage, stage_slot, r, rows, layers, kv_heads, first_page, layer, head, begin_key, own_key, end_key):
+            tiles = list_tiles(r, layers, kv_heads, first_page, layer, head, begin_key, end_key)
+            attend_tiles(cache.k, cache.v, r, rows, tiles)
+
+        return run
+
+    def run_staged(cache, stage, stage_slot, r, rows, layers, kv_heads, first_page, layer, head, begin_key, own_key, end_key):
+        coded = min(own_key, end_key)
+        if coded > begin_key:
+            attend_tiles(cache.k, cache.v, r, rows, list_tiles(r, layers, kv_heads, first_page, layer, head, begin_key, coded))
+        if own_key < end_key:
+            tiles = list_tiles(r, layers, kv_heads, first_page, layer, head, own_key, end_key)
+            attend_unit(stage, stage_slot, cache.k, cache.v, r, rows, tiles)
+
+    return run_staged
+
+
+def stage_of(k):
+    """Where the keys of the unit that decode fills are found, slot (layer·kv_heads + head)·32, if they wait for their codes."""
+    raise NotImplementedError("runs in compiled code only")
+
+
+@overload(stage_of)
+def _stage_of(k):
+    if is_record(k, Q4K):
+        return lambda k: Int8K(k.tail, k.tail_scale)
+    return lambda k: k
+
+
+def is_staged(cache):
+    """For overloads: whether keys get their codes only when their unit is full."""
+    return is_record(cache[cache.fields.index("k")], Q4K)
+
+
+@helper
+def attend_tiles(k, v, r, rows, tiles):
+    """Let the rows see the keys of the first `tiles` entries of the tile list, each row those below its limit."""
+    for start in range(0, tiles, SEGMENT):
+        count = min(SEGMENT, tiles - start)
+        score_tiles(k, v, r, rows, start, count)
+        finish_segment(k, v, r, rows, start, count)
+
+
+@helper
+def attend_unit(keys, slot, k, v, r, rows, tiles):
+    """The same for at most 32 keys that lie in `keys` (Int8K) from `slot` on: the unit whose keys have no 4-bit codes yet. The list tells
+    where their values are."""
+    home_0, home_1 = r.at[0], r.at[1]
+    r.at[0], r.at[1] = slot, slot + 16
+    r.at[2] = r.at[3] = slot
+    score_int8(keys, v, r, rows, 0, tiles, False)
+    r.at[0], r.at[1] = home_0, home_1
+    r.at[2] = r.at[3] = home_0
+    finish_segment(k, v, r, rows, 0, tiles)
+
+
+@helper
+def finish_segment(k, v, r, rows, start, count):
+    for row in range(rows):
+        softmax_segment(r, row, start, count)
+    weigh_tiles(k, v, r, rows, start, count)
+
+
+# ---- scores ---------------------------------------------------------------------------------------------------------------
+def score_tiles(k, v, r, rows, start, tiles):
+    """r.s = q·k for the keys of list entries start … start + tiles. v: the values, which are read next."""
+    raise NotImplementedError("runs in compiled code only")
+
+
+@overload(score_tiles)
+def _score_tiles(k, v, r, rows, start, tiles):
+    if is_record(k, FloatKV):
+        return lambda k, v, r, rows, start, tiles: score_float(k, r, rows, start, tiles)
+    if is_record(k, Q4K):
+        return lambda k, v, r, rows, start, tiles: score_q4(k, v, r, rows, start, tiles)
+    return lambda k, v, r, rows, start, tiles: score_int8(k, v, r, rows, start, tiles, True)
+
+
+@helper
+def score_float(k, r, rows, start, tiles):
+    head_dim = r.q.shape[1]
+    for i in range(tiles):
+        for row in range(rows):
+            for key in range(16):
+                at = (r.at[start + i] + key) * head_dim
+                product = simd.splat(np.float32(0.0))
+                for d in range(0, head_dim, 16):
+                    product = simd.fma(simd.load(r.q, row * head_dim + d), simd.load(k.values, at + d), product)
+                r.s[row, 16 * i + key] = simd.lane_sum(product)
+
+
+def score_int8(k, v, r, rows, start, tiles, ahead):
+    raise NotImplementedError("runs in compiled code only")
+
+
+@overload(score_int8)
+def _score_int8(k, v, r, rows, start, tiles, ahead):
+    k_1, k_2, k_4, k_8 = (i4_1, i4_2, i4_4, i4_8) if is_record(v, Q4V) else (i8_1, i8_2, i8_4, i8_8)
+
+    def run(k, v, r, rows, start, tiles, ahead):
+        head_dim = r.q.shape[1]
+        strips = head_dim // 16
+        first = 0
+        while first < rows:
+            width = rows_at_once(rows, first)
+            q_at, s_at = first * head_dim * 2, first * S_ROW
+            if width == 8:
+                for i in range(0, tiles, TILES_8):
+                    k_8(k.codes, None, k.scale, r.at, start + i, strips, r.qp, q_at, r.qs, r.qo, first, v.codes, r.s, s_at + 16 * i, S_ROW)
+            elif width == 4:
+                for i in range(0, tiles, TILES_4):
+                    k_4(k.codes, None, k.scale, r.at, start + i, strips, r.qp, q_at, r.qs, r.qo, first, v.codes, r.s, s_at + 16 * i, S_ROW)
+            elif width == 2:
+                for i in range(0, tiles, TILES_2):
+                    k_2(k.codes, None, k.scale, r.at, start + i, strips, r.qp, q_at, r.qs, r.qo, first, v.codes, r.s, s_at + 16 * i, S_ROW)
+            else:
+                for i in range(0, tiles, TILES_1):
+                    k_1(k.codes, None, k.scale, r.at, start + i, strips, r.qp, q_at, r.qs, r.qo, first, v.codes, r.s, s_at + 16 * i, S_ROW)
+            first += width
+
+    return run
+
+
+@helper
+def score_q4(k, v, r, rows, start, tiles):
+    head_dim = r.q.shape[1]
+    strips = head_dim // 16
+    i = 0
+    while i < tiles:
+        slot = r.at[start + i]
+        pair = slot % UNIT == 0 and i + 1 < tiles and r.at[start + i + 1] == slot + 16
+        fold_queries(k, slot // UNIT, r, rows)
+        for j in range(2 if pair else 1):
+            first = 0
+            while first < rows:
+                width = rows_at_once(rows, first)
+                q_at, s_at, entry = first * head_dim * 2, first * S_ROW + 16 * (i + j), start + i + j
+                if width == 8:
+                    q4_one_8(k.upper, k.lower, None, r.at, entry, strips, r.fp, q_at, r.fs, r.fb, first, v.codes, r.s, s_at, S_ROW)
+                elif width == 4:
+                    if pair and PAIR_4:
+                        if j == 0:
+                            q4_4(k.upper, k.lower, None, r.at, entry, strips, r.fp, q_at, r.fs, r.fb, first, v.codes, r.s, s_at, S_ROW)
+                    else:
+                        q4_one_4(k.upper, k.lower, None, r.at, entry, strips, r.fp, q_at, r.fs, r.fb, first, v.codes, r.s, s_at, S_ROW)
+                elif width == 2:
+                    if pair and PAIR_2:
+                        if j == 0:
+                            q4_2(k.upper, k.lower, None, r.at, entry, strips, r.fp, q_at, r.fs, r.fb, first, v.codes, r.s, s_at, S_ROW)
+                    else:
+                        q4_one_2(k.upper, k.lower, None, r.at, entry, strips, r.fp, q_at, r.fs, r.fb, first, v.codes, r.s, s_at, S_ROW)
+                elif pair and PAIR_1:
+                    if j == 0:
+                        q4_1(k.upper, k.lower, None, r.at, entry, strips, r.fp, q_at, r.fs, r.fb, first, v.codes, r.s, s_at, S_ROW)
+                else:
+                    q4_one_1(k.upper, k.lower, None, r.at, entry, strips, r.fp, q_at, r.fs, r.fb, first, v.codes, r.s, s_at, S_ROW)
+                first += width
+        i += 2 if pair else 1
+
+
+@helper
+def fold_queries(k, unit, r, rows):
+    """q·(low + step·code) = (q·step)·code + q·low: the first factor to two pieces, the second term as a bias."""
+    head_dim = r.q.shape[1]
+    at = unit * head_dim
+    first = 0
+    while first < rows:
+        width = rows_at_once(rows, first)
+        for lane in range(width):
+            i = first + lane
+            top = bias = simd.splat(np.float32(0.0))
+            for d in range(0, head_dim, 16):
+                q = simd.load(r.q, i * head_dim + d)
+                bias = simd.fma(q, simd.load_half(k.low, at + d), bias)
+                top = simd.maximum(top, simd.absolute(simd.mul(q, simd.load_half(k.step, at + d))))
+            largest = simd.lane_max(top)
+            r.fb[i] = simd.lane_sum(bias)
+            r.fs[i] = largest / PIECES_TOP
+            factor = simd.splat(PIECES_TOP / largest if largest > 0 else np.float32(0.0))
+            base = first * head_dim * 2 + lane * 32
+            for d in range(0, head_dim, 16):
+                x = simd.mul(simd.mul(simd.load(r.q, i * head_dim + d), simd.load_half(k.step, at + d)), factor)
+                simd.store_pieces(r.fp, base + d * width * 2, x, None, 1)
+        first += width
+
+
+# ---- values ---------------------------------------------------------------------------------------------------------------
+def weigh_tiles(k, v, r, rows, start, tiles):
+    """r.o = decay·r.o + Σ p·v over the keys of list entries start … start + tiles, p in r.s. k: the keys, which are read next."""
+    raise NotImplementedError("runs in compiled code only")
+
+
+@overload(weigh_tiles)
+def _weigh_tiles(k, v, r, rows, start, tiles):
+    if is_record(v, FloatKV):
+        return lambda k, v, r, rows, start, tiles: weigh_float(v, r, rows, start, tiles)
+    if is_record(v, Q4V):
+        return lambda k, v, r, rows, start, tiles: weigh_q4(k, v, r, rows, start, tiles)
+    return lambda k, v, r, rows, start, tiles: weigh_int8(k, v, r, rows, start, tiles)
+
+
+@helper
+def weigh_float(v, r, rows, start, tiles):
+    head_dim = r.q.shape[1]
+    for row in range(rows):
+        for d in range(0, head_dim, 16):
+            total = simd.mul(simd.load(r.o, row * r.o.shape[1] + d), simd.splat(r.decay[row]))
+            for i in range(16 * tiles):
+                p = r.s[row, i]
+                if p != 0:  # NaN counts; what nobody sees may hold anything
+                    total = simd.fma(simd.splat(p), simd.load(v.values, (r.at[start + i // 16] + i % 16) * head_dim + d), total)
+            simd.store(r.o, row * r.o.shape[1] + d, total)
+
+
+@helper
+def weigh_int8(k, v, r, rows, start, tiles):
+    head_dim = r.q.shape[1]
+    o_step = r.o.shape[1]
+    strips = head_dim // 16
+    first = 0
+    while first < rows:
+        width = rows_at_once(rows, first)
+        for lane in range(width):
+            weigh_row(v.scale, r, first + lane, start, tiles)
+            split_weights(r.s[first + lane], r, first + lane, 0, first * SEGMENT_KEYS * 2 + lane * 32, width * 32, tiles)
+        p_at, size = first * SEGMENT_KEYS * 2, 16 * head_dim
+        strip = 0
+        while strip < strips:
+            o_at, ps, decay = first * o_step + 16 * strip, r.ps, r.decay
+            many = strips - strip
+            if width == 8:
+                v8_8(v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, None, first, k.codes, None, strips, r.o, o_at, o_step)
+                strip += STRIPS_8
+            elif width == 4 and many >= STRIPS_4:
+                v8_4(v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, None, first, k.codes, None, strips, r.o, o_at, o_step)
+                strip += STRIPS_4
+            elif width == 4:
+                v8_one_4(
+                    v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, None, first, k.codes, None, strips, r.o, o_at, o_step
+                )
+                strip += 1
+            elif width == 2 and many >= STRIPS_2:
+                v8_2(v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, None, first, k.codes, None, strips, r.o, o_at, o_step)
+                strip += STRIPS_2
+            elif width == 2:
+                v8_one_2(
+                    v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, None, first, k.codes, None, strips, r.o, o_at, o_step
+                )
+                strip += 1
+            elif many >= STRIPS_1:
+                v8_1(v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, None, first, k.codes, None, strips, r.o, o_at, o_step)
+                strip += STRIPS_1
+            else:
+                v8_one_1(
+                    v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, None, first, k.codes, None, strips, r.o, o_at, o_step
+                )
+                strip += 1
+        first += width
+
+
+@helper
+def weigh_row(scale, r, row, start, tiles):
+    """r.s = p·(scale of v). What nobody sees may hold anything, NaN too."""
+    at = row * S_ROW
+    for i in range(tiles):
+        p = simd.load(r.s, at + 16 * i)
+        simd.store(r.s, at + 16 * i, simd.where_zero(p, p, simd.mul(p, simd.load(scale, r.at[start + i]))))
+
+
+def weigh_q4(k, v, r, rows, start, tiles):
+    raise NotImplementedError("runs in compiled code only")
+
+
+@overload(weigh_q4)
+def _weigh_q4(k, v, r, rows, start, tiles):
+    four = is_record(k, Q4K)
+    v_1, v_2, v_4 = (v4_1, v4_2, v4_4) if four else (v4_k8_1, v4_k8_2, v4_k8_4)
+
+    def run(k, v, r, rows, start, tiles):
+        head_dim = r.q.shape[1]
+        o_step = r.o.shape[1]
+        strips = head_dim // 16
+        groups = o_step // 32
+        size = 256 * groups
+        weights = np.empty(SEGMENT_KEYS, np.float32)
+        keys, keys_2 = key_arrays(k)
+        first = 0
+        while first < rows:
+            width = rows_at_once(rows, first)
+            for group in range(groups):
+                p_at = (group * rows + first) * SEGMENT_KEYS * 2
+                for lane in range(width):
+                    weigh_group(v, r, first + lane, group, groups, start, tiles, weights)
+                    split_weights(weights, r, first + lane, group, p_at + lane * 32, width * 32, tiles)
+                o_at, strip = first * o_step + 32 * group, 2 * group
+                ps, pl, decay = r.ps[group], r.pl[group], r.decay
+                if width == 8:
+                    v4_8(
+                        v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, pl, first, keys, keys_2, strips, r.o, o_at, o_step
+                    )
+                elif width == 4:
+                    v_4(v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, pl, first, keys, keys_2, strips, r.o, o_at, o_step)
+                elif width == 2:
+                    v_2(v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, pl, first, keys, keys_2, strips, r.o, o_at, o_step)
+                else:
+                    v_1(v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, pl, first, keys, keys_2, strips, r.o, o_at, o_step)
+            first += width
+
+    return run
+
+
+def key_arrays(k):
+    """The one or two arrays of codes."""
+    raise NotImplementedError("runs in compiled code only")
+
+
+@overload(key_arrays)
+def _key_arrays(k):
+    if is_record(k, Q4K):
+        return lambda k: (k.upper, k.lower)
+    return lambda k: (k.codes, k.codes)
+
+
+@helper
+def weigh_group(v, r, row, group, groups, start, tiles, weights):
+    """weights = p·step of a group of dimensions; r.pl = Σ p·low."""
+    total = simd.splat(np.float32(0.0))
+    for i in range(tiles):
+        p = simd.load(r.s, row * S_ROW + 16 * i)
+        at = (r.at[start + i] // 16 * groups + group) * 16
+        simd.store(weights, 16 * i, simd.where_zero(p, p, simd.mul(p, simd.load_half(v.step, at))))
+        total = simd.where_zero(p, total, simd.fma(p, simd.load_half(v.low, at), total))
+    r.pl[group, row] = simd.lane_sum(total)

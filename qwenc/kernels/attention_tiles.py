@@ -1,0 +1,213 @@
+"""The inner loops of attention, written as SIMD instructions: scores of 16 keys × R query rows, and 16 dimensions of V × R rows.
+
+Keys and values lie in tiles of 16 tokens. A call is given a list of tiles, `at`: the number of each tile's first token in the cache
+array, so the tiles may lie anywhere. A query is held as 15 bits in two signed bytes, q ≈ scale·(128·high + low), a probability as 14 bits
+in two bytes below 128: two dot products each, with an error far below that of 8-bit keys and values.
+
+While a few rows read the cache (decode), memory is what they wait for, so each loop asks ahead for what is read next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from qwenc.kernels.emit import I64, LANES, Accumulators, Emitter, Value, Wide, two_pieces
+from qwenc.kernels.level import LEVEL
+from qwenc.kernels.simd import pointer_to
+
+SEGMENT = 16  # tiles whose scores are held at once: 256 keys
+LINE = 64  # bytes of a cache line
+ROW_BYTES = 32  # a query strip, or the probabilities of a tile, of one row: two pieces of 16
+
+
+def _int8_cells(e: Emitter, codes: list[Value], strip: Value) -> list[Wide]:
+    """The four cells (4 dimensions of 16 keys each) of a strip of int8 keys. Key tile: [head_dim/4][16 keys][4 dims]."""
+    at = e.at(codes[0], e.b.mul(strip, I64(4 * LINE)))
+    return [e.prepare_signed(e.load(at, e.i8, LINE * cell)) for cell in range(4)]
+
+
+def _plane_cells(e: Emitter, codes: list[Value], strip: Value) -> list[Wide]:
+    """The same of a 2-bit plane: [head_dim/16][16 keys][4 bytes], byte b of a key holds dimension b of each of the four cells."""
+    plane = e.load(e.at(codes[0], e.b.mul(strip, I64(LINE))), e.i8)
+    return [e.two_bits(plane, cell) for cell in range(4)]
+
+
+def _two_plane_cells(e: Emitter, codes: list[Value], strip: Value) -> list[Wide]:
+    """Codes of 4 bits from their upper and their lower plane."""
+    upper, lower = (_plane_cells(e, [plane], strip) for plane in codes)
+    two = e.constant(e.i8, 2)
+    return [e.each(lambda u, w, s: e.b.or_(e.b.shl(u, s), w), up, low, two) for up, low in zip(upper, lower, strict=True)]
+
+
+# kind of key -> bytes of a tile and strip in each array, pieces of a query, cells of a strip
+KEYS = {"int8": ((256,), 2, _int8_cells), "q4": ((64, 64), 2, _two_plane_cells), "plane": ((64,), 1, _plane_cells)}
+
+
+def tiles_at_once(rows: int, pieces: int) -> int:
+    """Tiles that `rows` query rows take at once: as many as keep their sums in registers, since one chain of sums waits for itself."""
+    registers = 16 if LEVEL.vector_bytes == 64 else 4
+    return max(1, min(4, registers // (rows * pieces)))
+
+
+def make_scores(kind: str, rows: int, tiles: int, ahead_lines: int = 0) -> Any:
+    """tile(codes, lower, scales, at, at_i, strips, q, q_at, qs, qo, row_at, ahead, s, s_at, s_step): scores of `rows` queries against the
+    keys of `tiles` tiles, at[at_i …].
+
+    strips = head_dim/16. q int8 [strip][rows][pieces][16]; qs float32 scale per row. int8: scales float32 per key, qo int32 [row][2] −bias·Σ
+    of each piece. q4, plane: qo float32 [row], added to the result; scales is not looked at. lower: the lower plane of q4.
+    ahead: the array that is read next of the same tiles (values), of which a strip takes ahead_lines cache lines.
+    Writes s[s_at + r·s_step + 16·tile + key] (float32).
+    """
+    tile_bytes, pieces, cells_of = KEYS[kind]
+
+    @intrinsic
+    def tile(typingctx, codes, lower, scales, at, at_i, strips, q, q_at, qs, qo, row_at, ahead, s, s_at, s_step):
+        def codegen(context, builder, sig, values):
+            codes_v, lower_v, scales_v, at_v, at_i_v, strips_v, q_v, q_at_v, qs_v, qo_v, row_v, ahead_v, s_v, s_at_v, step_v = values
+            e = Emitter(builder)
+            arrays = [(sig.args[0], codes_v)] + ([(sig.args[1], lower_v)] if kind == "q4" else [])
+            keys = [_list_item(context, builder, sig.args[3], at_v, builder.add(at_i_v, I64(j))) for j in range(tiles)]
+            planes = []  # by tile: pointers to its codes
+            for key in keys:
+                of_tile = []
+                for (array_type, array), strip_bytes in zip(arrays, tile_bytes, strict=True):
+                    offset = builder.mul(builder.mul(key, strips_v), I64(strip_bytes // 16))
+                    of_tile.append(pointer_to(context, builder, array_type, array, offset))
+                planes.append(of_tile)
+            ahead_of: list[Value] = []
+            for key in keys if ahead_lines else []:
+                offset = builder.mul(builder.mul(key, strips_v), I64(LINE * ahead_lines // 16))
+                ahead_of.append(pointer_to(context, builder, sig.args[11], ahead_v, offset))
+            q_p = pointer_to(context, builder, sig.args[6], q_v, q_at_v)
+            start = None
+            if kind == "int8":
+                qo_p = pointer_to(context, builder, sig.args[9], qo_v, builder.mul(row_v, I64(2)))
+                start = lambda i: e.load_splat(qo_p, 4 * (i % (2 * rows)), e.i32)  # noqa: E731
+            sums = Accumulators(e, e.i32, tiles * rows * pieces, start=start)
+            dot = e.dot_signed if kind == "int8" else e.dot_small
+            with cgutils.for_range(builder, strips_v) as loop:
+                for pointer in ahead_of:
+                    for line in range(ahead_lines):
+                        e.prefetch(e.at(pointer, builder.add(builder.mul(loop.index, I64(LINE * ahead_lines)), I64(LINE * line))))
+                cells = [cells_of(e, of_tile, loop.index) for of_tile in planes]
+                strip = e.at(q_p, builder.mul(loop.index, I64(rows * pieces * LANES)))
+                for cell in range(4):
+                    for i in range(rows * pieces):
+                        x = e.load_splat(strip, LANES * i + 4 * cell, e.i8)
+                        for j in range(tiles):
+                            slot = j * rows * pieces + i
+                            sums.set(slot, dot(sums.get(slot), cells[j][cell], x))
+            qs_p = pointer_to(context, builder, sig.args[8], qs_v, row_v)
+            for j, key in enumerate(keys):
+                key_scale = e.load(pointer_to(context, builder, sig.args[2], scales_v, key), e.f32) if kind == "int8" else None
+                for r in range(rows):
+                    slot = (j * rows + r) * pieces
+                    integer = two_pieces(e, sums.get(slot), sums.get(slot + 1)) if pieces == 2 else sums.get(slot)
+                    product, row_scale = e.to_float(integer), e.load_splat(qs_p, 4 * r, e.f32)
+                    if key_scale is not None:
+                        score = e.each(builder.fmul, product, e.each(builder.fmul, key_scale, row_scale))
+                    else:
+                        bias_p = pointer_to(context, builder, sig.args[9], qo_v, row_v)
+                        score = e.fma(product, row_scale, e.load_splat(bias_p, 4 * r, e.f32))
+                    target = builder.add(builder.add(s_at_v, I64(16 * j)), builder.mul(step_v, I64(r)))
+                    e.store(score, pointer_to(context, builder, sig.args[12], s_v, target))
+            return context.get_dummy_value()
+
+        n = types.intp
+        return types.void(codes, lower, scales, at, n, n, q, n, qs, qo, n, ahead, s, n, n), codegen
+
+    return tile
+
+
+def _int8_values(e: Emitter, pointer: Value, cell: int, strips: int) -> list[Wide]:
+    """4 keys × 16 dimensions of each strip. Value tile: [head_dim/16][4 cells][16 dims][4 keys]."""
+    return [e.load(pointer, e.i8, LINE * (4 * strip + cell)) for strip in range(strips)]
+
+
+def _q4_values(e: Emitter, pointer: Value, cell: int, strips: int) -> list[Wide]:
+    """The same of 4-bit codes: [head_dim/32][4 cells][16][4 keys], dimension d of a group in the low half, d + 16 in the high half."""
+    codes = e.load(pointer, e.i8, LINE * cell)
+    return [e.low_nibbles(codes), e.high_nibbles(codes)]
+
+
+VALUES: dict[str, tuple[int, Callable[..., list[Wide]]]] = {"int8": (256, _int8_values), "q4": (128, _q4_values)}
+
+
+def strips_at_once(rows: int) -> int:
+    """Strips of 16 dimensions that `rows` rows sum at once, so that a probability is fetched once for all of them."""
+    registers = 16 if LEVEL.vector_bytes == 64 else 4
+    return max(1, min(4, registers // (rows * 2)))
+
+
+def make_values(kind: str, rows: int, strips: int, ahead_strip: tuple[int, ...] = ()) -> Any:
+    """tile(v, at, at_i, tiles, tile_bytes, strip, p, p_at, ps, decay, add, row_at, ahead, ahead_2, all_strips, o, o_at, o_step):
+    o = decay·o + ps·Σ p·v over the keys of `tiles` tiles, for `strips` strips from `strip` on.
+
+    tile_bytes: of v in one tile. p uint8 [tile][rows][2 pieces][16 keys]; ps, decay float32 per row; add: float32 per row, added to every
+    dimension (q4), or None. ahead, ahead_2: the arrays that are read next (keys), of the tiles at[at_i + 16 …]; a strip takes ahead_strip
+    bytes of each.
+    o float32: o[o_at + r·o_step + 16·strip' + dim].
+    """
+    strip_bytes, values_of = VALUES[kind]
+
+    @intrinsic
+    def tile(
+        typingctx, v, at, at_i, tiles, tile_bytes, strip, p, p_at, ps, decay, add, row_at, ahead, ahead_2, all_strips, o, o_at, o_step
+    ):
+        def codegen(context, builder, sig, values):
+            v_v, at_v, at_i_v, tiles_v, bytes_v, strip_v, p_v, p_at_v, ps_v, decay_v, add_v, row_v = values[:12]
+            ahead_v, ahead_2_v, all_strips_v, o_v, o_at_v, step_v = values[12:]
+            e = Emitter(builder)
+            p_p = pointer_to(context, builder, sig.args[6], p_v, p_at_v)
+            first = builder.mul(strip_v, I64(strip_bytes))  # a strip of q4 is half a group
+            sums = Accumulators(e, e.i32, strips * rows * 2)
+            with cgutils.for_range(builder, tiles_v) as loop:
+                item = builder.add(at_i_v, loop.index)
+                tile_of = builder.sdiv(_list_item(context, builder, sig.args[1], at_v, item), I64(LANES))
+                v_p = pointer_to(context, builder, sig.args[0], v_v, builder.add(builder.mul(tile_of, bytes_v), first))
+                if ahead_strip:
+                    coming = builder.sdiv(_list_item(context, builder, sig.args[1], at_v, builder.add(item, I64(SEGMENT))), I64(LANES))
+                    strip_of = builder.add(builder.mul(coming, all_strips_v), strip_v)
+                for bytes_, array_type, array in zip(ahead_strip, sig.args[12:14], (ahead_v, ahead_2_v), strict=False):
+                    ahead_p = pointer_to(context, builder, array_type, array, builder.mul(strip_of, I64(bytes_)))
+                    for line in range(strips * bytes_ // LINE):
+                        e.prefetch(e.at(ahead_p, LINE * line))
+                row_p = e.at(p_p, builder.mul(loop.index, I64(rows * ROW_BYTES)))
+                for cell in range(4):
+                    dims = values_of(e, v_p, cell, strips)
+                    for i in range(2 * rows):
+                        x = e.load_splat(row_p, LANES * i + 4 * cell, e.i8)
+                        for j in range(strips):
+                            slot = j * 2 * rows + i
+                            sums.set(slot, e.dot_small(sums.get(slot), x, dims[j]))
+            ps_p = pointer_to(context, builder, sig.args[8], ps_v, row_v)
+            decay_p = pointer_to(context, builder, sig.args[9], decay_v, row_v)
+            for r in range(rows):
+                scale, fade = e.load_splat(ps_p, 4 * r, e.f32), e.load_splat(decay_p, 4 * r, e.f32)
+                for j in range(strips):
+                    slot = (j * rows + r) * 2
+                    product = e.to_float(two_pieces(e, sums.get(slot), sums.get(slot + 1)))
+                    target = builder.add(builder.add(o_at_v, I64(16 * j)), builder.mul(step_v, I64(r)))
+                    o_p = pointer_to(context, builder, sig.args[15], o_v, target)
+                    old = e.each(builder.fmul, e.load(o_p, e.f32), fade)
+                    if sig.args[10] is not types.none:
+                        add_p = pointer_to(context, builder, sig.args[10], add_v, row_v)
+                        old = e.each(builder.fadd, old, e.load_splat(add_p, 4 * r, e.f32))
+                    e.store(e.fma(product, scale, old), o_p)
+            return context.get_dummy_value()
+
+        n = types.intp
+        return types.void(v, at, n, n, n, n, p, n, ps, decay, add, n, ahead, ahead_2, n, o, n, n), codegen
+
+    return tile
+
+
+def _list_item(context: Any, builder: ir.IRBuilder, array_type: Any, array: Value, index: Value) -> Value:
+    data = context.make_array(array_type)(context, builder, array).data
+    return builder.load(builder.gep(data, [index]))
