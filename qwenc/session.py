@@ -30,7 +30,7 @@ class Session:
         self.reporter = reporter
         self.timings = Timings()
         self.last: TokenTiming | None = None
-        self._sequence = Sequence(model, capacity, settings.kv, settings.prefill_batch)
+        self._sequence = Sequence(model, capacity, settings)
 
     @property
     def length(self) -> int:

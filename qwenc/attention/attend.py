@@ -9,21 +9,16 @@ from qwenc.attention.cache import Q4K, Q4V, UNIT, FloatKV, Int8K
 from qwenc.attention.overloads import is_record
 from qwenc.attention.rows import S_ROW, SEGMENT_KEYS, list_tiles, rows_at_once, softmax_segment, split_queries, split_weights
 from qwenc.kernels import simd
-from qwenc.kernels.attention_tiles import SEGMENT, make_scores, make_values, strips_at_once, tiles_at_once
+from qwenc.kernels.attention_tiles import SEGMENT, make_scores, make_values, strips_at_once
 from qwenc.kernels.jit import helper
 from qwenc.kernels.linear_tiles import PIECES_TOP
 
-TILES_1, TILES_2, TILES_4, TILES_8 = (tiles_at_once(rows, 2) for rows in (1, 2, 4, 8))
 AHEAD = (4, 2)  # cache lines of a strip of int8 and of 4-bit values
 
 # eight rows and more are prefill, where the same keys and values are read again and again: nothing to ask for ahead
-int8_scores = [[make_scores("int8", rows, tiles_at_once(rows, 2), lines if rows < 8 else 0) for rows in (1, 2, 4, 8)] for lines in AHEAD]
+int8_scores = [[make_scores("int8", rows, lines if rows < 8 else 0) for rows in (1, 2, 4, 8)] for lines in AHEAD]
 (i8_1, i8_2, i8_4, i8_8), (i4_1, i4_2, i4_4, i4_8) = int8_scores
-PAIR = TILES_2 >= 2  # whether 2 rows take the two tiles of a unit at once
-q4_1, q4_2, q4_4 = (make_scores("q4", rows, min(2, tiles_at_once(rows, 2)), 2) for rows in (1, 2, 4))
-q4_one_1, q4_one_2, q4_one_4, q4_one_8 = (make_scores("q4", rows, 1, 2 if rows < 8 else 0) for rows in (1, 2, 4, 8))
-PAIR_1, PAIR_2, PAIR_4 = (tiles_at_once(rows, 2) >= 2 for rows in (1, 2, 4))
-
+q4_1, q4_2, q4_4, q4_8 = (make_scores("q4", rows, 2 if rows < 8 else 0) for rows in (1, 2, 4, 8))
 STRIPS_1, STRIPS_2, STRIPS_4, STRIPS_8 = (strips_at_once(rows) for rows in (1, 2, 4, 8))
 v8_1, v8_2, v8_4, v8_8 = (make_values("int8", rows, strips_at_once(rows), (256,) if rows < 8 else ()) for rows in (1, 2, 4, 8))
 v8_one_1, v8_one_2, v8_one_4 = (make_values("int8", rows, 1, (256,)) for rows in (1, 2, 4))
@@ -160,16 +155,16 @@ def _score_int8(k, v, r, rows, start, tiles, ahead):
             width = rows_at_once(rows, first)
             q_at, s_at = first * head_dim * 2, first * S_ROW
             if width == 8:
-                for i in range(0, tiles, TILES_8):
+                for i in range(tiles):
                     k_8(k.codes, None, k.scale, r.at, start + i, strips, r.qp, q_at, r.qs, r.qo, first, v.codes, r.s, s_at + 16 * i, S_ROW)
             elif width == 4:
-                for i in range(0, tiles, TILES_4):
+                for i in range(tiles):
                     k_4(k.codes, None, k.scale, r.at, start + i, strips, r.qp, q_at, r.qs, r.qo, first, v.codes, r.s, s_at + 16 * i, S_ROW)
             elif width == 2:
-                for i in range(0, tiles, TILES_2):
+                for i in range(tiles):
                     k_2(k.codes, None, k.scale, r.at, start + i, strips, r.qp, q_at, r.qs, r.qo, first, v.codes, r.s, s_at + 16 * i, S_ROW)
             else:
-                for i in range(0, tiles, TILES_1):
+                for i in range(tiles):
                     k_1(k.codes, None, k.scale, r.at, start + i, strips, r.qp, q_at, r.qs, r.qo, first, v.codes, r.s, s_at + 16 * i, S_ROW)
             first += width
 
@@ -180,37 +175,25 @@ def _score_int8(k, v, r, rows, start, tiles, ahead):
 def score_q4(k, v, r, rows, start, tiles):
     head_dim = r.q.shape[1]
     strips = head_dim // 16
-    i = 0
-    while i < tiles:
-        slot = r.at[start + i]
-        pair = slot % UNIT == 0 and i + 1 < tiles and r.at[start + i + 1] == slot + 16
-        fold_queries(k, slot // UNIT, r, rows)
-        for j in range(2 if pair else 1):
-            first = 0
-            while first < rows:
-                width = rows_at_once(rows, first)
-                q_at, s_at, entry = first * head_dim * 2, first * S_ROW + 16 * (i + j), start + i + j
-                if width == 8:
-                    q4_one_8(k.upper, k.lower, None, r.at, entry, strips, r.fp, q_at, r.fs, r.fb, first, v.codes, r.s, s_at, S_ROW)
-                elif width == 4:
-                    if pair and PAIR_4:
-                        if j == 0:
-                            q4_4(k.upper, k.lower, None, r.at, entry, strips, r.fp, q_at, r.fs, r.fb, first, v.codes, r.s, s_at, S_ROW)
-                    else:
-                        q4_one_4(k.upper, k.lower, None, r.at, entry, strips, r.fp, q_at, r.fs, r.fb, first, v.codes, r.s, s_at, S_ROW)
-                elif width == 2:
-                    if pair and PAIR_2:
-                        if j == 0:
-                            q4_2(k.upper, k.lower, None, r.at, entry, strips, r.fp, q_at, r.fs, r.fb, first, v.codes, r.s, s_at, S_ROW)
-                    else:
-                        q4_one_2(k.upper, k.lower, None, r.at, entry, strips, r.fp, q_at, r.fs, r.fb, first, v.codes, r.s, s_at, S_ROW)
-                elif pair and PAIR_1:
-                    if j == 0:
-                        q4_1(k.upper, k.lower, None, r.at, entry, strips, r.fp, q_at, r.fs, r.fb, first, v.codes, r.s, s_at, S_ROW)
-                else:
-                    q4_one_1(k.upper, k.lower, None, r.at, entry, strips, r.fp, q_at, r.fs, r.fb, first, v.codes, r.s, s_at, S_ROW)
-                first += width
-        i += 2 if pair else 1
+    folded = -1
+    for i in range(start, start + tiles):
+        unit = r.at[i] // UNIT
+        if unit != folded:
+            fold_queries(k, unit, r, rows)
+            folded = unit
+        first = 0
+        while first < rows:
+            width = rows_at_once(rows, first)
+            q_at, s_at = first * head_dim * 2, first * S_ROW + 16 * (i - start)
+            if width == 8:
+                q4_8(k.upper, k.lower, None, r.at, i, strips, r.fp, q_at, r.fs, r.fb, first, v.codes, r.s, s_at, S_ROW)
+            elif width == 4:
+                q4_4(k.upper, k.lower, None, r.at, i, strips, r.fp, q_at, r.fs, r.fb, first, v.codes, r.s, s_at, S_ROW)
+            elif width == 2:
+                q4_2(k.upper, k.lower, None, r.at, i, strips, r.fp, q_at, r.fs, r.fb, first, v.codes, r.s, s_at, S_ROW)
+            else:
+                q4_1(k.upper, k.lower, None, r.at, i, strips, r.fp, q_at, r.fs, r.fb, first, v.codes, r.s, s_at, S_ROW)
+            first += width
 
 
 @helper
@@ -227,7 +210,7 @@ def fold_queries(k, unit, r, rows):
             for d in range(0, head_dim, 16):
                 q = simd.load(r.q, i * head_dim + d)
                 bias = simd.fma(q, simd.load_half(k.low, at + d), bias)
-                top = simd.maximum(top, simd.absolute(simd.mul(q, simd.load_half(k.step, at + d))))
+                top = simd.larger(simd.absolute(simd.mul(q, simd.load_half(k.step, at + d))), top)
             largest = simd.lane_max(top)
             r.fb[i] = simd.lane_sum(bias)
             r.fs[i] = largest / PIECES_TOP

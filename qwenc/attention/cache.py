@@ -68,9 +68,11 @@ class FloatKV(NamedTuple):
 
 
 class Plane(NamedTuple):
-    """What sparse attention ranks blocks by. codes: the upper two bits of every key's code (Q4K.upper itself where that exists). Per unit and
-    channel, centre and step of the range: centre int8 […, 8·head_dim], step 4 bits uint8 […, 8·16·groups], d and d + 16 of a group of 32 in
-    one byte; scale float32 […, 16]: what a unit's centres and steps are multiplied with. A key is about centre + step·(4·code − 6)."""
+    """What sparse attention ranks blocks by. codes: the upper two bits of every key's code, Q4K.upper itself where that exists. The range of
+    each channel of a unit by its centre, int8 […, 8·head_dim] as [head_dim/8][8 units][8 dims], and a fifteenth of its width in 4 bits, step
+    uint8 […, 4·head_dim] as [head_dim/16][8 units][8], dims 16j … 16j + 7 in the lower halves of the bytes, the next 8 in the upper; scale
+    float32 […, 16]: of the centres of the 8 units of a page, then of their steps. centre = code·scale, step = (code + ½)·scale; a key is
+    about centre + step·(4·code − 6)."""
 
     codes: np.ndarray
     centre: np.ndarray
@@ -117,7 +119,7 @@ def new_cache(kv: str, tokens: int, layers: int, kv_heads: int, head_dim: int, *
     plane = None
     if sparse:
         codes = k.upper if kv == "q4" else room(values // 4, np.uint8)
-        plane = Plane(codes, room(UNITS * head_dim, np.int8), room(UNITS * 16 * groups, np.uint8), room(2 * UNITS, np.float32))
+        plane = Plane(codes, room(UNITS * head_dim, np.int8), room(UNITS * head_dim // 2, np.uint8), room(2 * UNITS, np.float32))
     return KVCache(k, v, plane)
 
 

@@ -21,8 +21,8 @@ from qwenc.kernels.linear_tiles import PIECES_TOP
 SIGNED_BIAS = LEVEL.signed_bias
 ROWS_MOST = LEVEL.tile_rows  # query rows that one tile holds in registers: 8 or 2
 SEGMENT_KEYS = SEGMENT * TILE
-S_ROW = SEGMENT_KEYS + 48  # scores of a row, with room for the tiles that a kernel takes beyond the last
-PAD = SEGMENT + 4  # entries behind the last of a tile list: read ahead, or taken together with it
+S_ROW = SEGMENT_KEYS + 16  # scores of a row, and a cache line more: rows a power of two apart would crowd the same lines of the cache
+PAD = SEGMENT  # entries behind the last of a tile list, which are read ahead
 
 P_TOP = np.float32(16383.0)  # 128·127 + 127: the largest probability in two unsigned pieces
 NO_SCORE = np.float32(-np.inf)
@@ -172,7 +172,7 @@ def softmax_segment(r, row, start, tiles):
         if visible < TILE or r.mask[start + i] != ALL_KEYS:
             s = simd.kept_lanes(s, r.mask[start + i], visible, none)
             simd.store(r.s, at + 16 * i, s)
-        top = simd.maximum(top, s)
+        top = simd.larger(s, top)  # a NaN shows in the sum
     new = simd.lane_max(top)
     if new == NO_SCORE:
         r.decay[row] = np.float32(1.0)
@@ -194,11 +194,13 @@ def softmax_segment(r, row, start, tiles):
 @helper
 def split_weights(weights, r, row, group, base, step, tiles):
     """Weights to two pieces below 128, scaled to the largest of them: r.pp[base + tile·step …], scale r.ps[group, row]."""
-    top = simd.splat(np.float32(0.0))
+    top = total = simd.splat(np.float32(0.0))
     for i in range(tiles):
-        top = simd.maximum(top, simd.load(weights, 16 * i))
+        weight = simd.load(weights, 16 * i)
+        top = simd.larger(weight, top)
+        total = simd.add(total, weight)
     largest = simd.lane_max(top)
-    r.ps[group, row] = largest / P_TOP
+    r.ps[group, row] = largest / P_TOP + np.float32(0.0) * simd.lane_sum(total)  # NaN if any weight is
     factor = simd.splat(P_TOP / largest if largest > 0 else np.float32(0.0))
     for i in range(tiles):
         simd.store_pieces(r.pp, base + step * i, simd.mul(simd.load(weights, 16 * i), factor), None, 0)

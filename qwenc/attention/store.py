@@ -6,7 +6,7 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from qwenc.attention.cache import Q4K, Q4V, UNIT, FloatKV, Int8K
+from qwenc.attention.cache import Q4K, Q4V, UNIT, UNITS, FloatKV, Int8K
 from qwenc.attention.overloads import is_record
 from qwenc.kernels import simd
 from qwenc.kernels.jit import helper
@@ -87,6 +87,8 @@ def _finish_unit(k, plane, slot, stage, stage_slot, head_dim):
         return lambda k, plane, slot, stage, stage_slot, head_dim: code_unit(
             stage, stage_slot, slot, head_dim, k.upper, k.lower, k.low, k.step, plane.centre, plane.step, plane.scale
         )
+    if is_record(k, FloatKV) and not isinstance(plane, types.NoneType):
+        return lambda k, plane, slot, stage, stage_slot, head_dim: code_float_unit(k.values, slot, plane, head_dim)
     if is_record(k, Int8K) and not isinstance(plane, types.NoneType):
         return lambda k, plane, slot, stage, stage_slot, head_dim: code_unit(
             k, slot, slot, head_dim, plane.codes, None, None, None, plane.centre, plane.step, plane.scale
@@ -171,6 +173,15 @@ def store_one_half(array, at, value):
 
 
 @helper
+def code_float_unit(values, slot, plane, head_dim):
+    """The plane of 32 float32 keys, by way of the int8 keys that they would be."""
+    keys = Int8K(np.empty(UNIT * head_dim, np.int8), np.empty(UNIT, np.float32))
+    for t in range(UNIT):
+        write_int8_key(keys, t, values, (slot + t) * head_dim, head_dim)
+    code_unit(keys, 0, slot, head_dim, plane.codes, None, None, None, plane.centre, plane.step, plane.scale)
+
+
+@helper
 def code_unit(keys, key_slot, slot, head_dim, upper, lower, low, step, centre, width, scale):
     """4-bit codes per channel of the 32 keys from key_slot on (Int8K). upper, lower: planes, written at `slot`; low, step: the channels'
     ranges in half precision; centre, width, scale: the coarse ranges of a Plane. What is None is left out."""
@@ -235,19 +246,22 @@ def summarise_unit(lows, steps, unit, head_dim, centre, width, scale):
     for d in range(head_dim):
         most_centre = max(most_centre, abs(lows[d] + np.float32(7.5) * steps[d]))
         most_step = max(most_step, steps[d])
-    simd.put(scale, 2 * unit, most_centre * np.float32(1 / 127))
-    simd.put(scale, 2 * unit + 1, most_step * np.float32(1 / 15.5))
+    page, place = unit // UNITS, unit % UNITS
+    simd.put(scale, page * 2 * UNITS + place, most_centre * np.float32(1 / 127))
+    simd.put(scale, page * 2 * UNITS + UNITS + place, most_step * np.float32(1 / 15.5))
     to_centre = np.float32(127.0) / most_centre if most_centre > 0 else np.float32(0.0)
     to_step = np.float32(15.5) / most_step if most_step > 0 else np.float32(0.0)
-    groups = (head_dim + 31) // 32
-    for group in range(groups):
-        for d in range(16):
-            byte = 0
-            for half in range(2):
-                channel = 32 * group + 16 * half + d
-                if channel < head_dim:
-                    x = (lows[channel] + np.float32(7.5) * steps[channel]) * to_centre
-                    simd.put(centre, unit * head_dim + channel, np.int8(np.rint(x)))
-                    code = np.rint(steps[channel] * to_step - np.float32(0.5))
-                    byte |= int(min(max(code, np.float32(0.0)), np.float32(15.0))) << 4 * half
-            simd.put(width, (unit * groups + group) * 16 + d, np.uint8(byte))
+    for d in range(head_dim):
+        x = (lows[d] + np.float32(7.5) * steps[d]) * to_centre
+        simd.put(centre, (page * (head_dim // 8) + d // 8) * 64 + place * 8 + d % 8, np.int8(np.rint(x)))
+    for strip in range(head_dim // 16):
+        for d in range(8):
+            lower = step_code(steps[16 * strip + d] * to_step)
+            upper = step_code(steps[16 * strip + 8 + d] * to_step)
+            simd.put(width, (page * (head_dim // 16) + strip) * 64 + place * 8 + d, np.uint8(lower | upper << 4))
+
+
+@helper
+def step_code(x):
+    """Nearest code of a step x = code + ½, 0 … 15."""
+    return int(min(max(np.rint(x - np.float32(0.5)), np.float32(0.0)), np.float32(15.0)))

@@ -26,97 +26,85 @@ LINE = 64  # bytes of a cache line
 ROW_BYTES = 32  # a query strip, or the probabilities of a tile, of one row: two pieces of 16
 
 
-def _int8_cells(e: Emitter, codes: list[Value], strip: Value) -> list[Wide]:
-    """The four cells (4 dimensions of 16 keys each) of a strip of int8 keys. Key tile: [head_dim/4][16 keys][4 dims]."""
-    at = e.at(codes[0], e.b.mul(strip, I64(4 * LINE)))
-    return [e.prepare_signed(e.load(at, e.i8, LINE * cell)) for cell in range(4)]
+def _int8_cell(e: Emitter, codes: list[Value], strip: Value, cell: int) -> Wide:
+    """A cell (4 dimensions of 16 keys) of a strip of int8 keys. Key tile: [head_dim/4][16 keys][4 dims]."""
+    return e.prepare_signed(e.load(e.at(codes[0], e.b.mul(strip, I64(4 * LINE))), e.i8, LINE * cell))
 
 
-def _plane_cells(e: Emitter, codes: list[Value], strip: Value) -> list[Wide]:
+def _plane_cell(e: Emitter, codes: list[Value], strip: Value, cell: int) -> Wide:
     """The same of a 2-bit plane: [head_dim/16][16 keys][4 bytes], byte b of a key holds dimension b of each of the four cells."""
-    plane = e.load(e.at(codes[0], e.b.mul(strip, I64(LINE))), e.i8)
-    return [e.two_bits(plane, cell) for cell in range(4)]
+    return e.two_bits(e.load(e.at(codes[0], e.b.mul(strip, I64(LINE))), e.i8), cell)
 
 
-def _two_plane_cells(e: Emitter, codes: list[Value], strip: Value) -> list[Wide]:
+def _two_plane_cell(e: Emitter, codes: list[Value], strip: Value, cell: int) -> Wide:
     """Codes of 4 bits from their upper and their lower plane."""
-    upper, lower = (_plane_cells(e, [plane], strip) for plane in codes)
-    two = e.constant(e.i8, 2)
-    return [e.each(lambda u, w, s: e.b.or_(e.b.shl(u, s), w), up, low, two) for up, low in zip(upper, lower, strict=True)]
+    upper, lower = (_plane_cell(e, [plane], strip, cell) for plane in codes)
+    return e.each(lambda u, w, s: e.b.or_(e.b.shl(u, s), w), upper, lower, e.constant(e.i8, 2))
 
 
-# kind of key -> bytes of a tile and strip in each array, pieces of a query, cells of a strip
-KEYS = {"int8": ((256,), 2, _int8_cells), "q4": ((64, 64), 2, _two_plane_cells), "plane": ((64,), 1, _plane_cells)}
+# kind of key -> bytes of a strip of a tile in each array, pieces of a query, a cell of a strip
+KEYS = {"int8": ((256,), 2, _int8_cell), "q4": ((64, 64), 2, _two_plane_cell), "plane": ((64,), 1, _plane_cell)}
 
 
-def tiles_at_once(rows: int, pieces: int) -> int:
-    """Tiles that `rows` query rows take at once: as many as keep their sums in registers, since one chain of sums waits for itself."""
-    registers = 16 if LEVEL.vector_bytes == 64 else 4
-    return max(1, min(4, registers // (rows * pieces)))
+def _chains(sums: int) -> int:
+    """Into how many chains `sums` sums are split, so that adding to one does not wait for itself."""
+    return max(1, min(4, (8 if LEVEL.vector_bytes == 64 else 4) // sums))
 
 
-def make_scores(kind: str, rows: int, tiles: int, ahead_lines: int = 0) -> Any:
+def make_scores(kind: str, rows: int, ahead_lines: int = 0) -> Any:
     """tile(codes, lower, scales, at, at_i, strips, q, q_at, qs, qo, row_at, ahead, s, s_at, s_step): scores of `rows` queries against the
-    keys of `tiles` tiles, at[at_i …].
+    16 keys of the tile at[at_i].
 
-    strips = head_dim/16. q int8 [strip][rows][pieces][16]; qs float32 scale per row. int8: scales float32 per key, qo int32 [row][2] −bias·Σ
-    of each piece. q4, plane: qo float32 [row], added to the result; scales is not looked at. lower: the lower plane of q4.
-    ahead: the array that is read next of the same tiles (values), of which a strip takes ahead_lines cache lines.
-    Writes s[s_at + r·s_step + 16·tile + key] (float32).
+    strips = head_dim/16. q int8 [strip][rows][pieces][16]; qs float32 scale per row. int8: scales float32 per key, qo int32 [row][2] is
+    −bias·Σ of each piece. q4, plane: qo float32 [row], added to the result; scales is not looked at. lower: the lower plane of q4.
+    ahead: the array that is read next of the same tile (values), of which a strip takes ahead_lines cache lines.
+    Writes s[s_at + r·s_step + key] (float32).
     """
-    tile_bytes, pieces, cells_of = KEYS[kind]
+    strip_bytes, pieces, cell_of = KEYS[kind]
+    count = rows * pieces
+    chains = _chains(count)
 
     @intrinsic
     def tile(typingctx, codes, lower, scales, at, at_i, strips, q, q_at, qs, qo, row_at, ahead, s, s_at, s_step):
         def codegen(context, builder, sig, values):
             codes_v, lower_v, scales_v, at_v, at_i_v, strips_v, q_v, q_at_v, qs_v, qo_v, row_v, ahead_v, s_v, s_at_v, step_v = values
             e = Emitter(builder)
-            arrays = [(sig.args[0], codes_v)] + ([(sig.args[1], lower_v)] if kind == "q4" else [])
-            keys = [_list_item(context, builder, sig.args[3], at_v, builder.add(at_i_v, I64(j))) for j in range(tiles)]
-            planes = []  # by tile: pointers to its codes
-            for key in keys:
-                of_tile = []
-                for (array_type, array), strip_bytes in zip(arrays, tile_bytes, strict=True):
-                    offset = builder.mul(builder.mul(key, strips_v), I64(strip_bytes // 16))
-                    of_tile.append(pointer_to(context, builder, array_type, array, offset))
-                planes.append(of_tile)
-            ahead_of: list[Value] = []
-            for key in keys if ahead_lines else []:
-                offset = builder.mul(builder.mul(key, strips_v), I64(LINE * ahead_lines // 16))
-                ahead_of.append(pointer_to(context, builder, sig.args[11], ahead_v, offset))
+            key = _list_item(context, builder, sig.args[3], at_v, at_i_v)
+
+            def tile_of(array_type: Any, array: Value, bytes_: int) -> Value:
+                return pointer_to(context, builder, array_type, array, builder.mul(builder.mul(key, strips_v), I64(bytes_ // 16)))
+
+            planes = [tile_of(*array) for array in zip(sig.args[:2], (codes_v, lower_v), strip_bytes, strict=False)]
+            ahead_p = tile_of(sig.args[11], ahead_v, LINE * ahead_lines) if ahead_lines else None
             q_p = pointer_to(context, builder, sig.args[6], q_v, q_at_v)
-            start = None
-            if kind == "int8":
-                qo_p = pointer_to(context, builder, sig.args[9], qo_v, builder.mul(row_v, I64(2)))
-                start = lambda i: e.load_splat(qo_p, 4 * (i % (2 * rows)), e.i32)  # noqa: E731
-            sums = Accumulators(e, e.i32, tiles * rows * pieces, start=start)
+            zero = e.constant(e.i32, 0)
+            qo_p = pointer_to(context, builder, sig.args[9], qo_v, builder.mul(row_v, I64(2)) if kind == "int8" else row_v)
+            start = lambda i: e.load_splat(qo_p, 4 * i, e.i32) if kind == "int8" and i < count else zero  # noqa: E731
+            sums = Accumulators(e, e.i32, chains * count, start=start)
             dot = e.dot_signed if kind == "int8" else e.dot_small
             with cgutils.for_range(builder, strips_v) as loop:
-                for pointer in ahead_of:
-                    for line in range(ahead_lines):
-                        e.prefetch(e.at(pointer, builder.add(builder.mul(loop.index, I64(LINE * ahead_lines)), I64(LINE * line))))
-                cells = [cells_of(e, of_tile, loop.index) for of_tile in planes]
-                strip = e.at(q_p, builder.mul(loop.index, I64(rows * pieces * LANES)))
+                for line in range(ahead_lines):
+                    e.prefetch(e.at(ahead_p, builder.add(builder.mul(loop.index, I64(LINE * ahead_lines)), I64(LINE * line))))
+                strip = e.at(q_p, builder.mul(loop.index, I64(count * LANES)))
                 for cell in range(4):
-                    for i in range(rows * pieces):
-                        x = e.load_splat(strip, LANES * i + 4 * cell, e.i8)
-                        for j in range(tiles):
-                            slot = j * rows * pieces + i
-                            sums.set(slot, dot(sums.get(slot), cells[j][cell], x))
+                    of_cell = cell_of(e, planes, loop.index, cell)
+                    for i in range(count):
+                        slot = cell % chains * count + i
+                        sums.set(slot, dot(sums.get(slot), of_cell, e.load_splat(strip, LANES * i + 4 * cell, e.i8)))
+            whole = [sums.get(i) for i in range(count)]
+            for i in range(count, chains * count):
+                whole[i % count] = e.each(builder.add, whole[i % count], sums.get(i))
             qs_p = pointer_to(context, builder, sig.args[8], qs_v, row_v)
-            for j, key in enumerate(keys):
-                key_scale = e.load(pointer_to(context, builder, sig.args[2], scales_v, key), e.f32) if kind == "int8" else None
-                for r in range(rows):
-                    slot = (j * rows + r) * pieces
-                    integer = two_pieces(e, sums.get(slot), sums.get(slot + 1)) if pieces == 2 else sums.get(slot)
-                    product, row_scale = e.to_float(integer), e.load_splat(qs_p, 4 * r, e.f32)
-                    if key_scale is not None:
-                        score = e.each(builder.fmul, product, e.each(builder.fmul, key_scale, row_scale))
-                    else:
-                        bias_p = pointer_to(context, builder, sig.args[9], qo_v, row_v)
-                        score = e.fma(product, row_scale, e.load_splat(bias_p, 4 * r, e.f32))
-                    target = builder.add(builder.add(s_at_v, I64(16 * j)), builder.mul(step_v, I64(r)))
-                    e.store(score, pointer_to(context, builder, sig.args[12], s_v, target))
+            key_scale = e.load(pointer_to(context, builder, sig.args[2], scales_v, key), e.f32) if kind == "int8" else None
+            for r in range(rows):
+                product = e.to_float(two_pieces(e, *whole[2 * r : 2 * r + 2]) if pieces == 2 else whole[r])
+                row_scale = e.load_splat(qs_p, 4 * r, e.f32)
+                if key_scale is None:
+                    score = e.fma(product, row_scale, e.load_splat(qo_p, 4 * r, e.f32))
+                else:
+                    score = e.each(builder.fmul, product, e.each(builder.fmul, key_scale, row_scale))
+                target = builder.add(s_at_v, builder.mul(step_v, I64(r)))
+                e.store(score, pointer_to(context, builder, sig.args[12], s_v, target))
             return context.get_dummy_value()
 
         n = types.intp
@@ -171,9 +159,12 @@ def make_values(kind: str, rows: int, strips: int, ahead_strip: tuple[int, ...] 
                 item = builder.add(at_i_v, loop.index)
                 tile_of = builder.sdiv(_list_item(context, builder, sig.args[1], at_v, item), I64(LANES))
                 v_p = pointer_to(context, builder, sig.args[0], v_v, builder.add(builder.mul(tile_of, bytes_v), first))
-                if ahead_strip:
-                    coming = builder.sdiv(_list_item(context, builder, sig.args[1], at_v, builder.add(item, I64(SEGMENT))), I64(LANES))
-                    strip_of = builder.add(builder.mul(coming, all_strips_v), strip_v)
+                if ahead_strip:  # in the order in which the keys lie, whatever the order of the values
+                    turn = builder.add(builder.mul(builder.sdiv(strip_v, I64(strips)), tiles_v), loop.index)
+                    turns = builder.sdiv(builder.add(all_strips_v, I64(strips - 1)), I64(strips))  # per tile
+                    entry = builder.add(builder.add(at_i_v, I64(SEGMENT)), builder.sdiv(turn, turns))
+                    coming = builder.sdiv(_list_item(context, builder, sig.args[1], at_v, entry), I64(LANES))
+                    strip_of = builder.add(builder.mul(coming, all_strips_v), builder.mul(builder.srem(turn, turns), I64(strips)))
                 for bytes_, array_type, array in zip(ahead_strip, sig.args[12:14], (ahead_v, ahead_2_v), strict=False):
                     ahead_p = pointer_to(context, builder, array_type, array, builder.mul(strip_of, I64(bytes_)))
                     for line in range(strips * bytes_ // LINE):

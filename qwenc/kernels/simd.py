@@ -378,6 +378,12 @@ def where_zero(b, x, then, other):
 
 
 @_operation(f32x16, f32x16, f32x16)
+def larger(b, x, y):
+    """The larger of each pair; y when they cannot be compared. One instruction, where `maximum` takes three."""
+    return b.select(b.fcmp_ordered(">", x, y), x, y)
+
+
+@_operation(f32x16, f32x16, f32x16)
 def minimum(b, x, y):
     """The smaller of each pair; y when they cannot be compared."""
     return b.select(b.fcmp_ordered("<", x, y), x, y)
@@ -402,6 +408,12 @@ def lane_sum(b, x):
 def lane_max(b, x):
     """The largest lane; NaN if any lane is NaN."""
     return _fold(b, x, lambda low, high: _maximum(b, low, high))
+
+
+@_operation(types.float32, f32x16)
+def lane_max_of_numbers(b, x):
+    """The largest lane, when none is NaN (or some lane then)."""
+    return _fold(b, x, lambda low, high: b.select(b.fcmp_ordered(">", low, high), low, high))
 
 
 # ---- exp ------------------------------------------------------------------------------------------------------------------

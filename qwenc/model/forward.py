@@ -20,8 +20,10 @@ from qwenc.machine.team import ThreadTeam
 from qwenc.model.decode import decode_phases, decode_step
 from qwenc.model.prefill import prefill_phases, prefill_step
 from qwenc.model.records import TIMER_SLOTS, Buffers, Team, new_buffers
+from qwenc.model.sparse_plan import make_sparse, why_exact
 from qwenc.model.weights import make_shape, make_weights
 from qwenc.report import Reporter
+from qwenc.settings import Settings
 
 if numba.config.DISABLE_JIT:
     raise UsageError("NUMBA_DISABLE_JIT is set, but the model runs as compiled code only")
@@ -45,14 +47,18 @@ class Model:
 
 
 class Sequence:
-    """One context: its KV cache, its length and the buffers to extend it. `capacity`: most tokens; kv: cache type."""
+    """One context of at most `capacity` tokens: its KV cache, its length and the buffers to extend it. watch: keep what every decode step
+    chooses (`kept_blocks`)."""
 
-    def __init__(self, model: Model, capacity: int, kv: str, prefill_batch: int):
+    def __init__(self, model: Model, capacity: int, settings: Settings, *, watch: bool = False):
         shape = model.shape
         self.model = model
         self.capacity = capacity
-        self.prefill_batch = min(prefill_batch, capacity)
-        self.cache = new_cache(kv, capacity, shape.layers, shape.kv_heads, shape.head_room)
+        self.prefill_batch = min(settings.prefill_batch, capacity)
+        self.sparse_prefill = make_sparse(settings, prefill=True)
+        self.sparse_decode = make_sparse(settings, prefill=False)
+        self.is_sparse = settings.sparse_attn
+        self.cache = new_cache(settings.kv, capacity, shape.layers, shape.kv_heads, shape.head_room, sparse=self.is_sparse)
         self.length = 0
         self.bad_layer: int | None = None
         self.timer = np.zeros(TIMER_SLOTS, np.int64)  # nanoseconds of the last step, by slot
@@ -60,7 +66,8 @@ class Sequence:
         self._sync = new_sync()
         self._claims = np.zeros(max(decode_phases(shape.layers), prefill_phases(shape.layers)), np.int64)
         self._health = np.full(1, -1, np.int64)
-        self._decode_buffers = new_buffers(shape, model.decode_weights, 1)
+        blocks = -(-capacity // settings.sparse_block) if watch else 0
+        self._decode_buffers = new_buffers(shape, model.decode_weights, 1, kept_blocks=blocks)
         self._prefill_buffers: dict[tuple[int, bool], Buffers] = {}
 
     def extend(self, ids: np.ndarray, *, all_logits: bool = False) -> np.ndarray:
@@ -72,7 +79,8 @@ class Sequence:
         cos, sin = self.model.angles(self.length, count)
         weights, shape = self.model.prefill_weights, self.model.shape
         tokens = np.ascontiguousarray(ids, np.int64)
-        self._run(lambda team: prefill_step(team, weights, shape, self.cache, buffers, tokens, self.length, cos, sin, all_logits))
+        cache, sparse = self.cache, self.sparse_prefill
+        self._run(lambda team: prefill_step(team, weights, shape, cache, sparse, buffers, tokens, self.length, cos, sin, all_logits))
         self.length += count
         vocab = self.model.config.vocab_size
         return self._checked(buffers.logits[:count, :vocab] if all_logits else buffers.logits[0, :vocab])
@@ -82,19 +90,31 @@ class Sequence:
         self._check_room(1)
         cos, sin = self.model.angles(self.length, 1)
         weights, shape, buffers = self.model.decode_weights, self.model.shape, self._decode_buffers
-        self._run(lambda team: decode_step(team, weights, shape, self.cache, buffers, token, self.length, cos, sin))
+        cache, sparse = self.cache, self.sparse_decode
+        self._run(lambda team: decode_step(team, weights, shape, cache, sparse, buffers, token, self.length, cos, sin))
         self.length += 1
         return self._checked(buffers.logits[0, : self.model.config.vocab_size])
+
+    @property
+    def missed(self) -> np.ndarray | None:
+        """Estimated share of the attention that the last step left out, float32 [layers, kv_heads]; None when it was exact."""
+        if not self.is_sparse or why_exact(self.sparse_decode, self.length):
+            return None
+        return self._decode_buffers.missed.reshape(self.model.shape.layers, self.model.shape.kv_heads)
+
+    @property
+    def kept_blocks(self) -> np.ndarray:
+        """Which blocks the last sparse step chose, uint8 [layers, kv_heads, blocks] (with `watch`)."""
+        return self._decode_buffers.kept.reshape(self.model.shape.layers, self.model.shape.kv_heads, -1)
 
     def compile(self, reporter: Reporter) -> None:
         """Compile both steps, or load them from the cache."""
         team = Team(0, self.model.team.size, self._sync, self._claims, self.timer, self._health)
         cos, sin = self.model.angles(0, 1)
-        shape, ids = self.model.shape, np.zeros(1, np.int64)
-        jobs: list[tuple[Any, tuple]] = [
-            (prefill_step, (team, self.model.prefill_weights, shape, self.cache, self._buffers_for(1, False), ids, 0, cos, sin, False)),
-            (decode_step, (team, self.model.decode_weights, shape, self.cache, self._decode_buffers, 0, 0, cos, sin)),
-        ]
+        shape, cache, ids = self.model.shape, self.cache, np.zeros(1, np.int64)
+        prefill = (self.model.prefill_weights, shape, cache, self.sparse_prefill, self._buffers_for(1, False), ids, 0, cos, sin, False)
+        decode = (self.model.decode_weights, shape, cache, self.sparse_decode, self._decode_buffers, 0, 0, cos, sin)
+        jobs: list[tuple[Any, tuple]] = [(prefill_step, (team, *prefill)), (decode_step, (team, *decode))]
         told: list[bool] = []
 
         def tell() -> None:

@@ -81,7 +81,8 @@ class Buffers(NamedTuple):
     choice int64, choice_weight float32 [tokens, experts_per_token]; place int64 [tokens, experts_per_token]: row of an assignment in
     the order by expert; expert_tile int64 [experts + 1]: first token tile of an expert; y [places, hidden_room]. stage: keys of the
     mini-batch, by kv head and unit of 32 tokens, that have no codes of 4 bits yet (codes int8 [kv_heads, units, 32·head_room], scale
-    float32 [kv_heads, units, 32]; empty unless a cache needs it).
+    float32 [kv_heads, units, 32]; empty unless a cache needs it). missed float32 [layers·kv_heads]: the share of attention that the last
+    choice of blocks left out, estimated; kept uint8 [layers·kv_heads, blocks]: that choice, if anybody wants to know.
     """
 
     x: np.ndarray
@@ -101,14 +102,19 @@ class Buffers(NamedTuple):
     expert_tile: np.ndarray
     y: np.ndarray
     stage: Int8K
+    missed: np.ndarray
+    kept: np.ndarray
 
 
 SPANS = 16  # most parts that a context is cut into in decode
 
 
-def new_buffers(shape: Shape, weights: Weights, tokens: int, *, all_logits: bool = False, staged: bool = False) -> Buffers:
+def new_buffers(
+    shape: Shape, weights: Weights, tokens: int, *, all_logits: bool = False, staged: bool = False, kept_blocks: int = 0
+) -> Buffers:
     """Buffers for mini-batches of up to `tokens` tokens, or for decode when tokens is 1; with all_logits, logits of every
-    token instead of the last; staged: for a cache with keys of 4 bits."""
+    token instead of the last; staged: for a cache with keys of 4 bits; kept_blocks: blocks of
+    which `kept` tells."""
     decode = tokens == 1
     chosen = shape.experts_per_token
     experts = weights.router.shape[1] if weights.expert_down is not None else 0
@@ -148,6 +154,8 @@ def new_buffers(shape: Shape, weights: Weights, tokens: int, *, all_logits: bool
         stage=Int8K(
             np.zeros((shape.kv_heads, units, UNIT * shape.head_room), np.int8), np.zeros((shape.kv_heads, units, UNIT), np.float32)
         ),
+        missed=f32(shape.layers * shape.kv_heads),
+        kept=np.zeros((shape.layers * shape.kv_heads, kept_blocks), np.uint8),
     )
 
 

@@ -1,0 +1,80 @@
+"""The reference engine's choice of blocks, kept for comparison: each query head alone, by the largest of a few sampled keys of a block."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba.extending import overload
+
+from qwenc.attention.cache import Q4K, UNIT, FloatKV, slot_of
+from qwenc.attention.overloads import is_record
+from qwenc.attention.select import budget
+from qwenc.attention.top import keep_top
+from qwenc.kernels import simd
+from qwenc.kernels.jit import helper
+
+
+@helper
+def choose_probed(cache, sparse, c, r, layers, kv_heads, first_page, layer, head, own_key, keys):
+    """Set c.kept by block for the one query row r.q[0]; the current block is always kept. Returns the number of blocks kept."""
+    blocks = (keys + sparse.block - 1) // sparse.block
+    last = own_key // sparse.block
+    head_dim = r.q.shape[1]
+    key = np.empty(head_dim, np.float32)
+    lowest, highest = np.float32(np.inf), np.float32(-np.inf)
+    for b in range(last):
+        step = max(1, sparse.block // sparse.probe)
+        best = np.float32(-np.inf)
+        for i in range(min(sparse.probe, sparse.block)):
+            slot = slot_of(layers, kv_heads, first_page, layer, head, b * sparse.block + i * step)
+            fetch_key(cache.k, slot, key)
+            score = np.float32(0.0)
+            for d in range(head_dim):
+                score += r.q[0, d] * key[d]
+            best = max(best, score)
+        c.score[b] = best
+        lowest, highest = min(lowest, best), max(highest, best)
+    scale = np.float32(1.0) / (highest - lowest) if highest > lowest else np.float32(0.0)
+    for b in range(last):  # keep_top wants positive numbers; the order is what counts
+        c.score[b] = np.float32(1.0) + (c.score[b] - lowest) * scale
+    for b in range(last, blocks):
+        c.score[b] = np.float32(np.inf)
+    least = budget(sparse, blocks)
+    return keep_top(c.score, blocks, least, np.float32(0.0), max(least, blocks - last), c.kept)
+
+
+def fetch_key(k, slot, out):
+    """The key at `slot` in float32."""
+    raise NotImplementedError("runs in compiled code only")
+
+
+@overload(fetch_key)
+def _fetch_key(k, slot, out):
+    if is_record(k, FloatKV):
+
+        def fetch_float(k, slot, out):
+            for d in range(out.size):
+                out[d] = simd.get(k.values, slot * out.size + d)
+
+        return fetch_float
+    return fetch_q4 if is_record(k, Q4K) else fetch_int8
+
+
+def fetch_int8(k, slot, out):
+    first = slot // 16 * 16 * out.size + 4 * (slot % 16)
+    scale = simd.get(k.scale, slot)
+    for d in range(out.size):
+        out[d] = np.float32(simd.get(k.codes, first + d // 4 * 64 + d % 4)) * scale
+
+
+def fetch_q4(k, slot, out):
+    head_dim = out.size
+    unit = slot // UNIT
+    step = np.empty(head_dim, np.float32)
+    for d in range(0, head_dim, 16):
+        simd.store(out, d, simd.load_half(k.low, unit * head_dim + d))
+        simd.store(step, d, simd.load_half(k.step, unit * head_dim + d))
+    first = slot // 16 * 4 * head_dim + 4 * (slot % 16)
+    for d in range(head_dim):
+        at, shift = first + d // 16 * 64 + d % 4, d % 16 // 4 * 2
+        code = (simd.get(k.upper, at) >> shift & 3) << 2 | simd.get(k.lower, at) >> shift & 3
+        out[d] += step[d] * np.float32(code)
