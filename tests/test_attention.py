@@ -7,7 +7,7 @@ from qwenc.attention.attend import attend_span, prepare_rows
 from qwenc.attention.cache import PAGE, UNIT, FloatKV, Int8K, bytes_per_token, cache_arrays, new_cache, slot_of
 from qwenc.attention.rows import begin, new_rows
 from qwenc.attention.store import finish_unit, write_key, write_value
-from qwenc.kernels.jit import helper
+from qwenc.kernels.jit import allocating
 
 LAYERS, KV_HEADS = 2, 3
 KINDS = ["q8", "k8v4", "q4", "f32"]
@@ -20,23 +20,24 @@ def stage_of(cache):
     return Int8K(np.zeros((1, 1, 1, 16), np.int8), np.zeros((1, 1, 1, 1), np.float32))
 
 
-@helper
+@allocating
 def fill_all(cache, stage, layer, head, k, v):
     own = (layer * KV_HEADS + head) * UNIT
     head_dim = k.shape[1]
+    r = new_rows(1, head_dim, 1)
     for t in range(k.shape[0]):
         slot = slot_of(LAYERS, KV_HEADS, 0, layer, head, t)
         write_key(cache.k, slot, stage, own + t % UNIT, k, t * head_dim, head_dim)
-        write_value(cache.v, slot, v, t * head_dim, head_dim)
+        write_value(cache.v, slot, v, t * head_dim, head_dim, r)
         if t % UNIT == UNIT - 1:
-            finish_unit(cache.k, cache.plane, slot - (UNIT - 1), stage, own, head_dim)
+            finish_unit(cache.k, cache.plane, slot - (UNIT - 1), stage, own, head_dim, r)
 
 
 def fill(cache, layer, head, k, v):
     fill_all(cache, stage_of(cache), layer, head, k, v)
 
 
-@helper
+@allocating
 def attend_rows(cache, stage, layer, head, q, limit, out):
     """Rows q [rows, head_dim], each over the first limit[row] keys."""
     rows = q.shape[0]

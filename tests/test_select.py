@@ -17,7 +17,7 @@ from qwenc.attention.select import (
     prepare_look,
     scan_unit,
 )
-from qwenc.kernels.jit import helper
+from qwenc.kernels.jit import allocating
 from test_attention import KV_HEADS, LAYERS, as_stored, fill, poison, stage_of
 
 SCAN, SUMMARY, PROBE, ORACLE = range(4)
@@ -30,7 +30,7 @@ def keys_like_a_model(rng, count, head_dim):
     return (offset + drift + width * rng.standard_normal((count, head_dim))).astype(np.float32)
 
 
-@helper
+@allocating
 def measure(cache, q, units, mid, spread, tilt, scores):
     """The first look and the scan of every unit."""
     rows, head_dim = q.shape

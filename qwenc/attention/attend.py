@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-from numba.extending import overload
 
 from qwenc.attention.cache import Q4K, Q4V, UNIT, FloatKV, Int8K
 from qwenc.attention.overloads import is_record
 from qwenc.attention.rows import S_ROW, SEGMENT_KEYS, list_tiles, rows_at_once, softmax_segment, split_queries, split_weights
 from qwenc.kernels import simd
 from qwenc.kernels.attention_tiles import SEGMENT, make_scores, make_values, strips_at_once
-from qwenc.kernels.jit import helper
+from qwenc.kernels.jit import by_type, helper, inlined
 from qwenc.kernels.linear_tiles import PIECES_TOP
 
 AHEAD = (4, 2)  # cache lines of a strip of int8 and of 4-bit values
@@ -31,7 +30,7 @@ def prepare_rows(k, r, rows):
     raise NotImplementedError("runs in compiled code only")
 
 
-@overload(prepare_rows)
+@by_type(prepare_rows)
 def _prepare_rows(k, r, rows):
     if is_record(k, FloatKV):
         return lambda k, r, rows: None
@@ -44,7 +43,7 @@ def attend_span(cache, stage, stage_slot, r, rows, layers, kv_heads, first_page,
     raise NotImplementedError("runs in compiled code only")
 
 
-@overload(attend_span)
+@by_type(attend_span)
 def _attend_span(cache, stage, stage_slot, r, rows, layers, kv_heads, first_page, layer, head, begin_key, own_key, end_key):
     if not is_staged(cache):
 
@@ -70,7 +69,7 @@ def stage_of(k):
     raise NotImplementedError("runs in compiled code only")
 
 
-@overload(stage_of)
+@by_type(stage_of, inline=True)
 def _stage_of(k):
     if is_record(k, Q4K):
         return lambda k: Int8K(k.tail, k.tail_scale)
@@ -104,7 +103,7 @@ def attend_unit(keys, slot, k, v, r, rows, tiles):
     finish_segment(k, v, r, rows, 0, tiles)
 
 
-@helper
+@inlined
 def finish_segment(k, v, r, rows, start, count):
     for row in range(rows):
         softmax_segment(r, row, start, count)
@@ -117,7 +116,7 @@ def score_tiles(k, v, r, rows, start, tiles):
     raise NotImplementedError("runs in compiled code only")
 
 
-@overload(score_tiles)
+@by_type(score_tiles, inline=True)
 def _score_tiles(k, v, r, rows, start, tiles):
     if is_record(k, FloatKV):
         return lambda k, v, r, rows, start, tiles: score_float(k, r, rows, start, tiles)
@@ -126,7 +125,7 @@ def _score_tiles(k, v, r, rows, start, tiles):
     return lambda k, v, r, rows, start, tiles: score_int8(k, v, r, rows, start, tiles, True)
 
 
-@helper
+@inlined
 def score_float(k, r, rows, start, tiles):
     head_dim = r.q.shape[1]
     for i in range(tiles):
@@ -143,7 +142,7 @@ def score_int8(k, v, r, rows, start, tiles, ahead):
     raise NotImplementedError("runs in compiled code only")
 
 
-@overload(score_int8)
+@by_type(score_int8, inline=True)
 def _score_int8(k, v, r, rows, start, tiles, ahead):
     k_1, k_2, k_4, k_8 = (i4_1, i4_2, i4_4, i4_8) if is_record(v, Q4V) else (i8_1, i8_2, i8_4, i8_8)
 
@@ -171,7 +170,7 @@ def _score_int8(k, v, r, rows, start, tiles, ahead):
     return run
 
 
-@helper
+@inlined
 def score_q4(k, v, r, rows, start, tiles):
     head_dim = r.q.shape[1]
     strips = head_dim // 16
@@ -196,7 +195,7 @@ def score_q4(k, v, r, rows, start, tiles):
             first += width
 
 
-@helper
+@inlined
 def fold_queries(k, unit, r, rows):
     """q·(low + step·code) = (q·step)·code + q·low: the first factor to two pieces, the second term as a bias."""
     head_dim = r.q.shape[1]
@@ -228,7 +227,7 @@ def weigh_tiles(k, v, r, rows, start, tiles):
     raise NotImplementedError("runs in compiled code only")
 
 
-@overload(weigh_tiles)
+@by_type(weigh_tiles, inline=True)
 def _weigh_tiles(k, v, r, rows, start, tiles):
     if is_record(v, FloatKV):
         return lambda k, v, r, rows, start, tiles: weigh_float(v, r, rows, start, tiles)
@@ -237,7 +236,7 @@ def _weigh_tiles(k, v, r, rows, start, tiles):
     return lambda k, v, r, rows, start, tiles: weigh_int8(k, v, r, rows, start, tiles)
 
 
-@helper
+@inlined
 def weigh_float(v, r, rows, start, tiles):
     head_dim = r.q.shape[1]
     for row in range(rows):
@@ -250,7 +249,7 @@ def weigh_float(v, r, rows, start, tiles):
             simd.store(r.o, row * r.o.shape[1] + d, total)
 
 
-@helper
+@inlined
 def weigh_int8(k, v, r, rows, start, tiles):
     head_dim = r.q.shape[1]
     o_step = r.o.shape[1]
@@ -296,7 +295,7 @@ def weigh_int8(k, v, r, rows, start, tiles):
         first += width
 
 
-@helper
+@inlined
 def weigh_row(scale, r, row, start, tiles):
     """r.s = p·(scale of v). What nobody sees may hold anything, NaN too."""
     at = row * S_ROW
@@ -309,7 +308,7 @@ def weigh_q4(k, v, r, rows, start, tiles):
     raise NotImplementedError("runs in compiled code only")
 
 
-@overload(weigh_q4)
+@by_type(weigh_q4, inline=True)
 def _weigh_q4(k, v, r, rows, start, tiles):
     four = is_record(k, Q4K)
     v_1, v_2, v_4 = (v4_1, v4_2, v4_4) if four else (v4_k8_1, v4_k8_2, v4_k8_4)
@@ -320,7 +319,6 @@ def _weigh_q4(k, v, r, rows, start, tiles):
         strips = head_dim // 16
         groups = o_step // 32
         size = 256 * groups
-        weights = np.empty(SEGMENT_KEYS, np.float32)
         keys, keys_2 = key_arrays(k)
         first = 0
         while first < rows:
@@ -328,8 +326,8 @@ def _weigh_q4(k, v, r, rows, start, tiles):
             for group in range(groups):
                 p_at = (group * rows + first) * SEGMENT_KEYS * 2
                 for lane in range(width):
-                    weigh_group(v, r, first + lane, group, groups, start, tiles, weights)
-                    split_weights(weights, r, first + lane, group, p_at + lane * 32, width * 32, tiles)
+                    weigh_group(v, r, first + lane, group, groups, start, tiles)
+                    split_weights(r.weights, r, first + lane, group, p_at + lane * 32, width * 32, tiles)
                 o_at, strip = first * o_step + 32 * group, 2 * group
                 ps, pl, decay = r.ps[group], r.pl[group], r.decay
                 if width == 8:
@@ -352,20 +350,20 @@ def key_arrays(k):
     raise NotImplementedError("runs in compiled code only")
 
 
-@overload(key_arrays)
+@by_type(key_arrays, inline=True)
 def _key_arrays(k):
     if is_record(k, Q4K):
         return lambda k: (k.upper, k.lower)
     return lambda k: (k.codes, k.codes)
 
 
-@helper
-def weigh_group(v, r, row, group, groups, start, tiles, weights):
-    """weights = p·step of a group of dimensions; r.pl = Σ p·low."""
+@inlined
+def weigh_group(v, r, row, group, groups, start, tiles):
+    """r.weights = p·step of a group of dimensions; r.pl = Σ p·low."""
     total = simd.splat(np.float32(0.0))
     for i in range(tiles):
         p = simd.load(r.s, row * S_ROW + 16 * i)
         at = (r.at[start + i] // 16 * groups + group) * 16
-        simd.store(weights, 16 * i, simd.where_zero(p, p, simd.mul(p, simd.load_half(v.step, at))))
+        simd.store(r.weights, 16 * i, simd.where_zero(p, p, simd.mul(p, simd.load_half(v.step, at))))
         total = simd.where_zero(p, total, simd.fma(p, simd.load_half(v.low, at), total))
     r.pl[group, row] = simd.lane_sum(total)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qwenc.kernels.jit import helper
+from qwenc.kernels.jit import inlined
 
 PAGE = 256  # tokens
 TILE = 16  # tokens that a kernel takes at once
@@ -139,7 +139,7 @@ def bytes_per_token(kv: str, layers: int, kv_heads: int, head_dim: int, *, spars
     return -(-sum(array.nbytes for name, array in arrays.items() if not name.startswith("k.tail")) // PAGE)
 
 
-@helper
+@inlined
 def slot_of(layers, kv_heads, first_page, layer, head, position):
     """Where the token at `position` lies in every array of the cache. first_page: where the sequence begins."""
     return (((first_page + position // PAGE) * layers + layer) * kv_heads + head) * PAGE + position % PAGE

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-from numba.extending import overload
 
 from qwenc.attention.cache import Q4K, UNIT, FloatKV, slot_of
 from qwenc.attention.overloads import is_record
 from qwenc.attention.select import budget
 from qwenc.attention.top import keep_top
 from qwenc.kernels import simd
-from qwenc.kernels.jit import helper
+from qwenc.kernels.jit import by_type, helper
 
 
 @helper
@@ -19,14 +18,14 @@ def choose_probed(cache, sparse, c, r, layers, kv_heads, first_page, layer, head
     blocks = (keys + sparse.block - 1) // sparse.block
     last = own_key // sparse.block
     head_dim = r.q.shape[1]
-    key = np.empty(head_dim, np.float32)
+    key = r.channel_low
     lowest, highest = np.float32(np.inf), np.float32(-np.inf)
     for b in range(last):
         step = max(1, sparse.block // sparse.probe)
         best = np.float32(-np.inf)
         for i in range(min(sparse.probe, sparse.block)):
             slot = slot_of(layers, kv_heads, first_page, layer, head, b * sparse.block + i * step)
-            fetch_key(cache.k, slot, key)
+            fetch_key(cache.k, slot, key, r.channel_step)
             score = np.float32(0.0)
             for d in range(head_dim):
                 score += r.q[0, d] * key[d]
@@ -42,16 +41,16 @@ def choose_probed(cache, sparse, c, r, layers, kv_heads, first_page, layer, head
     return keep_top(c.score, blocks, least, np.float32(0.0), max(least, blocks - last), c.kept)
 
 
-def fetch_key(k, slot, out):
-    """The key at `slot` in float32."""
+def fetch_key(k, slot, out, step):
+    """The key at `slot` in float32; step: room for as many numbers."""
     raise NotImplementedError("runs in compiled code only")
 
 
-@overload(fetch_key)
-def _fetch_key(k, slot, out):
+@by_type(fetch_key)
+def _fetch_key(k, slot, out, step):
     if is_record(k, FloatKV):
 
-        def fetch_float(k, slot, out):
+        def fetch_float(k, slot, out, step):
             for d in range(out.size):
                 out[d] = simd.get(k.values, slot * out.size + d)
 
@@ -59,17 +58,16 @@ def _fetch_key(k, slot, out):
     return fetch_q4 if is_record(k, Q4K) else fetch_int8
 
 
-def fetch_int8(k, slot, out):
+def fetch_int8(k, slot, out, step):
     first = slot // 16 * 16 * out.size + 4 * (slot % 16)
     scale = simd.get(k.scale, slot)
     for d in range(out.size):
         out[d] = np.float32(simd.get(k.codes, first + d // 4 * 64 + d % 4)) * scale
 
 
-def fetch_q4(k, slot, out):
+def fetch_q4(k, slot, out, step):
     head_dim = out.size
     unit = slot // UNIT
-    step = np.empty(head_dim, np.float32)
     for d in range(0, head_dim, 16):
         simd.store(out, d, simd.load_half(k.low, unit * head_dim + d))
         simd.store(step, d, simd.load_half(k.step, unit * head_dim + d))

@@ -9,12 +9,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba.extending import register_jitable
 
-from qwenc.attention.cache import PAGE, TILE, slot_of
+from qwenc.attention.cache import PAGE, TILE, UNIT, slot_of
 from qwenc.kernels import simd
 from qwenc.kernels.attention_tiles import SEGMENT
-from qwenc.kernels.jit import helper
+from qwenc.kernels.jit import allocating, helper, inlined
 from qwenc.kernels.level import LEVEL
 from qwenc.kernels.linear_tiles import PIECES_TOP
 
@@ -36,6 +35,8 @@ class Rows(NamedTuple):
     [rows]: keys that a row sees, counted from position 0; s float32 [rows, S_ROW]: scores of a segment; qp int8 [rows·head_dim·2], pp uint8
     [groups·rows·512]: queries and probabilities in two pieces, as the tiles read them; qo int32 [rows, 2]; ps, pl float32 [groups, rows]:
     scale of pp, and what 4-bit values add. fp, fs, fb: queries folded with the channel scales of a unit (qp, qs and a bias for it).
+    weights float32 [256]; channel_low, channel_step float32 [head_dim], codes uint8 [32], bits uint16 [16], unit_codes int8 [32·head_dim],
+    unit_scale float32 [32]: room for writing keys and values.
     The tile list: at int64: slot of a tile's first token, pos: its position, mask: the keys that take part, a bit each.
     """
 
@@ -55,12 +56,19 @@ class Rows(NamedTuple):
     fp: np.ndarray
     fs: np.ndarray
     fb: np.ndarray
+    weights: np.ndarray
+    channel_low: np.ndarray
+    channel_step: np.ndarray
+    codes: np.ndarray
+    bits: np.ndarray
+    unit_codes: np.ndarray
+    unit_scale: np.ndarray
     at: np.ndarray
     pos: np.ndarray
     mask: np.ndarray
 
 
-@helper
+@allocating
 def new_rows(rows, head_dim, keys):
     """Room for `rows` query rows that look at up to `keys` keys at a time."""
     groups = (head_dim + 31) // 32
@@ -82,6 +90,13 @@ def new_rows(rows, head_dim, keys):
         np.zeros(rows * head_dim * 2, np.int8),
         np.zeros(rows, np.float32),
         np.zeros(rows, np.float32),
+        np.zeros(SEGMENT_KEYS, np.float32),
+        np.zeros(head_dim, np.float32),
+        np.zeros(head_dim, np.float32),
+        np.zeros(32, np.uint8),
+        np.zeros(16, np.uint16),
+        np.zeros(UNIT * head_dim, np.int8),
+        np.zeros(UNIT, np.float32),
         np.zeros(tiles, np.int64),
         np.zeros(tiles, np.int64),
         np.zeros(tiles, np.int64),
@@ -98,7 +113,7 @@ def begin(r, rows):
             r.o[i, d] = np.float32(0.0)
 
 
-@register_jitable
+@inlined
 def rows_at_once(rows, first):
     """How many rows the kernel that begins at `first` takes: the largest of 8, 4, 2, 1 that fits."""
     left = min(rows - first, ROWS_MOST)
@@ -123,7 +138,7 @@ def list_tiles(r, layers, kv_heads, first_page, layer, head, begin_key, end_key)
     return count
 
 
-@helper
+@inlined
 def pad_list(r, count):
     """Entries behind the last, for the kernels that look beyond it."""
     last = r.at[count - 1] if count > 0 else 0
@@ -157,7 +172,7 @@ def split_queries(r, rows):
 
 
 # ---- softmax --------------------------------------------------------------------------------------------------------------
-@helper
+@inlined
 def softmax_segment(r, row, start, tiles):
     """Turn the scores of one row into e^(s − m) for the keys of the tiles at list entry `start` that it sees, 0 for the others, and move
     its running max and sum along. Sets r.m, r.total, r.decay."""
@@ -191,7 +206,7 @@ def softmax_segment(r, row, start, tiles):
     r.m[row] = new
 
 
-@helper
+@inlined
 def split_weights(weights, r, row, group, base, step, tiles):
     """Weights to two pieces below 128, scaled to the largest of them: r.pp[base + tile·step …], scale r.ps[group, row]."""
     top = total = simd.splat(np.float32(0.0))

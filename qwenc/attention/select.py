@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba.extending import overload
 
 from qwenc.attention.attend import attend_tiles, attend_unit, is_staged, score_int8, score_tiles
 from qwenc.attention.cache import PAGE, TILE, UNIT, UNITS, slot_of
@@ -19,13 +18,14 @@ from qwenc.attention.rows import ALL_KEYS, NO_SCORE, S_ROW, list_tiles, pad_list
 from qwenc.attention.top import keep_top
 from qwenc.kernels import simd
 from qwenc.kernels.attention_tiles import make_scores
-from qwenc.kernels.jit import helper
+from qwenc.kernels.jit import allocating, by_type, helper, inlined
 from qwenc.kernels.level import LEVEL
 from qwenc.kernels.summary_tiles import fold_steps, make_look
 
 SCAN, SUMMARY, PROBE, ORACLE = range(4)  # in the order of settings.SPARSE_SCORES
 BIAS = np.float32(-LEVEL.signed_bias)
 WIDTHS = np.float32(4.0)  # steps from a unit's centre to where its best key is expected
+AHEAD = 3  # units between asking for the codes and reading them
 Q16_TOP = np.float32(1052.0)  # times 31, plus 128, fits into 16 bits
 LOG_UNIT = np.float32(np.log(UNIT))
 
@@ -55,8 +55,9 @@ class Sparse(NamedTuple):
 class Choice(NamedTuple):
     """Room for one choice, for one thread. q8, a8 int8 [rows·head_dim], sums float32 [rows, 3], q16 int16 [rows, head_dim], qs float32
     [rows], q16s: scales: the queries in the forms that the kernels read. mid, spread, tilt float32 [rows, units]: first look. m, total
-    float32 [rows, blocks]: largest score of a block, and Σ e^(score − m); score float32 [units or blocks]; kept uint8 [units or blocks].
-    scanned uint8 [units]: which were looked at key by key. missed float32 [1]: estimated share of the attention that the last choice left
+    float32 [rows, blocks]: largest score of a block, and Σ e^(score − m); score, best, share float32 [units or blocks]; kept uint8 [units or blocks].
+    scanned uint8 [units]: which were looked at key by key; order int64 [units]:
+    their numbers. missed float32 [1]: estimated share of the attention that the last choice left
     out, the mean over rows.
     """
 
@@ -72,12 +73,15 @@ class Choice(NamedTuple):
     m: np.ndarray
     total: np.ndarray
     score: np.ndarray
+    best: np.ndarray
+    share: np.ndarray
     kept: np.ndarray
     scanned: np.ndarray
+    order: np.ndarray
     missed: np.ndarray
 
 
-@helper
+@allocating
 def new_choice(rows, head_dim, keys, block):
     """Room for contexts of up to `keys` keys."""
     units = (keys + PAGE - 1) // PAGE * UNITS
@@ -96,8 +100,11 @@ def new_choice(rows, head_dim, keys, block):
         np.zeros((rows, blocks), np.float32),
         np.zeros((rows, blocks), np.float32),
         np.zeros(most, np.float32),
+        np.zeros(most, np.float32),
+        np.zeros(most + 16, np.float32),
         np.zeros(most, np.uint8),
         np.zeros(units, np.uint8),
+        np.zeros(units, np.int64),
         np.zeros(1, np.float32),
     )
 
@@ -146,8 +153,16 @@ def choose(cache, stage, stage_slot, sparse, c, r, rows, group, layers, kv_heads
         scanned = max(sparse.look_least * least * sparse.block // UNIT, units // sparse.look_share)
         keep_top(c.score, units, scanned, np.float32(0.0), units, c.scanned)
         c.scanned[0] = 1
+        count = 0
         for unit in range(units):
             if c.scanned[unit]:
+                c.order[count] = unit
+                count += 1
+        for i in range(count + AHEAD):
+            if i < count:
+                ask_for_unit(cache.plane, r.q.shape[1], first_slot, page_step, c.order[i])
+            if i >= AHEAD:
+                unit = c.order[i - AHEAD]
                 fold_unit(cache.plane, c, r, rows, first_slot, page_step, unit)
                 scan_unit(cache.plane, c, r, rows, first_slot, page_step, unit)
                 add_unit(c, r, rows, sparse.block, unit)
@@ -231,8 +246,7 @@ def pool_units(c, rows, group, units):
     for unit in range(units):
         c.score[unit] = np.float32(0.0)
     room = c.mid.shape[1]
-    best = np.zeros(room, np.float32)
-    bound = np.zeros(room + 16, np.float32)
+    best, bound = c.best, c.share
     for i in range(group):
         for unit in range(room):
             best[unit] = np.float32(0.0)
@@ -255,7 +269,7 @@ def pool_units(c, rows, group, units):
 
 
 # ---- key by key -----------------------------------------------------------------------------------------------------------
-@helper
+@inlined
 def list_unit(r, first_slot, page_step, unit):
     """The tile list of one unit."""
     slot = first_slot + unit // UNITS * page_step + unit % UNITS * UNIT
@@ -263,7 +277,15 @@ def list_unit(r, first_slot, page_step, unit):
     pad_list(r, 2)
 
 
-@helper
+@inlined
+def ask_for_unit(plane, head_dim, first_slot, page_step, unit):
+    """Ask for the codes of a unit, for soon."""
+    at = (first_slot + unit // UNITS * page_step + unit % UNITS * UNIT) * head_dim // 4
+    for line in range(0, UNIT * head_dim // 4, 64):
+        simd.ask_ahead(plane.codes, at + line)
+
+
+@inlined
 def fold_unit(plane, c, r, rows, first_slot, page_step, unit):
     """Queries times the steps of a unit: r.fp, r.fs, and what the codes of its keys do not tell, r.fb."""
     strips = c.q16.shape[1] // 16
@@ -281,12 +303,12 @@ def fold_unit(plane, c, r, rows, first_slot, page_step, unit):
         first += width
 
 
-@helper
+@inlined
 def plane_scale(plane, page, i):
     return simd.get(plane.scale, page * 2 * UNITS + i)
 
 
-@helper
+@inlined
 def scan_unit(plane, c, r, rows, first_slot, page_step, unit):
     """r.s: scores of the 32 keys of a unit from their 2-bit codes."""
     strips = c.q16.shape[1] // 16
@@ -307,7 +329,7 @@ def scan_unit(plane, c, r, rows, first_slot, page_step, unit):
             first += width
 
 
-@helper
+@inlined
 def add_unit(c, r, rows, block, unit):
     """Enter the scores of a unit's 32 keys, r.s, into its blocks."""
     for row in range(rows):
@@ -319,8 +341,14 @@ def add_unit(c, r, rows, block, unit):
             c.m[row, unit] = top
             c.total[row, unit] = simd.lane_sum(simd.add(simd.exp(simd.sub(low, shift)), simd.exp(simd.sub(high, shift))))
         else:
-            for key in range(UNIT):
-                add_keys(c, row, block, unit * UNIT + key, 1, r.s[row, key])
+            add_each(c, r, row, block, unit)
+
+
+@helper
+def add_each(c, r, row, block, unit):
+    """The same key by key, for blocks that are no unit. Not inlined: LLVM would compute it even where it is not wanted."""
+    for key in range(UNIT):
+        add_keys(c, row, block, unit * UNIT + key, 1, r.s[row, key])
 
 
 def add_own_unit(cache, stage, stage_slot, c, r, rows, block, slot, own_key, keys):
@@ -328,7 +356,7 @@ def add_own_unit(cache, stage, stage_slot, c, r, rows, block, slot, own_key, key
     raise NotImplementedError("runs in compiled code only")
 
 
-@overload(add_own_unit)
+@by_type(add_own_unit)
 def _add_own_unit(cache, stage, stage_slot, c, r, rows, block, slot, own_key, keys):
     staged = is_staged(cache)
 
@@ -349,14 +377,14 @@ def score_own(cache, stage, r, rows):
     raise NotImplementedError("runs in compiled code only")
 
 
-@overload(score_own)
+@by_type(score_own)
 def _score_own(cache, stage, r, rows):
     if is_staged(cache):
         return lambda cache, stage, r, rows: score_int8(stage, cache.v, r, rows, 0, 2, False)
     return lambda cache, stage, r, rows: score_tiles(cache.k, cache.v, r, rows, 0, 2)
 
 
-@helper
+@inlined
 def add_keys(c, row, block, first_key, count, score):
     """Enter `count` keys of the same score, from first_key on."""
     for key in range(first_key, first_key + count):
@@ -369,7 +397,7 @@ def add_keys(c, row, block, first_key, count, score):
             c.total[row, b] += exp_of(score - m)
 
 
-@helper
+@inlined
 def exp_of(x):
     return simd.lane(simd.exp(simd.splat(x)), 0) if x > NO_SCORE else np.float32(0.0)
 
@@ -380,8 +408,7 @@ def pool_blocks(c, rows, group, blocks):
     """c.score[block]: its share of attention, of the query that wants it most, summed over the heads."""
     for b in range(blocks):
         c.score[b] = np.float32(0.0)
-    best = np.zeros(blocks, np.float32)
-    share = np.zeros(blocks + 16, np.float32)
+    best, share = c.best, c.share
     for i in range(group):
         for b in range(blocks):
             best[b] = np.float32(0.0)
@@ -464,7 +491,7 @@ def attend_chosen(cache, stage, stage_slot, c, block, r, rows, layers, kv_heads,
     raise NotImplementedError("runs in compiled code only")
 
 
-@overload(attend_chosen)
+@by_type(attend_chosen)
 def _attend_chosen(cache, stage, stage_slot, c, block, r, rows, layers, kv_heads, first_page, layer, head, own_key, end_key):
     if not is_staged(cache):
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 from numba import types
-from numba.extending import overload
 
 from qwenc.attention.cache import Q4K, Q4V, UNIT, UNITS, FloatKV, Int8K
 from qwenc.attention.overloads import is_record
 from qwenc.kernels import simd
-from qwenc.kernels.jit import helper
+from qwenc.kernels.jit import by_type, helper
 
 
 def write_key(k, slot, stage, stage_slot, x, x_at, head_dim):
@@ -17,12 +16,12 @@ def write_key(k, slot, stage, stage_slot, x, x_at, head_dim):
     raise NotImplementedError("runs in compiled code only")
 
 
-def write_value(v, slot, x, x_at, head_dim):
-    """Store the value x[x_at …] (float32, head_dim values)."""
+def write_value(v, slot, x, x_at, head_dim, r):
+    """Store the value x[x_at …] (float32, head_dim values). r: Rows, for its room."""
     raise NotImplementedError("runs in compiled code only")
 
 
-def finish_unit(k, plane, slot, stage, stage_slot, head_dim):
+def finish_unit(k, plane, slot, stage, stage_slot, head_dim, r):
     """Give the keys of a full unit, which begins at `slot`, their codes per channel, where the cache has such."""
     raise NotImplementedError("runs in compiled code only")
 
@@ -37,14 +36,14 @@ def save_stage(k, stage, stage_slot, tail_slot, head_dim):
     raise NotImplementedError("runs in compiled code only")
 
 
-@overload(load_stage)
+@by_type(load_stage)
 def _load_stage(k, stage, stage_slot, tail_slot, head_dim):
     if not is_record(k, Q4K):
         return lambda k, stage, stage_slot, tail_slot, head_dim: None
     return lambda k, stage, stage_slot, tail_slot, head_dim: copy_unit(Int8K(k.tail, k.tail_scale), tail_slot, stage, stage_slot, head_dim)
 
 
-@overload(save_stage)
+@by_type(save_stage)
 def _save_stage(k, stage, stage_slot, tail_slot, head_dim):
     if not is_record(k, Q4K):
         return lambda k, stage, stage_slot, tail_slot, head_dim: None
@@ -59,7 +58,7 @@ def copy_unit(source, source_slot, target, target_slot, head_dim):
         simd.put(target.scale, target_slot + i, simd.get(source.scale, source_slot + i))
 
 
-@overload(write_key)
+@by_type(write_key)
 def _write_key(k, slot, stage, stage_slot, x, x_at, head_dim):
     if is_record(k, FloatKV):
         return lambda k, slot, stage, stage_slot, x, x_at, head_dim: write_floats(k.values, slot, x, x_at, head_dim)
@@ -68,32 +67,32 @@ def _write_key(k, slot, stage, stage_slot, x, x_at, head_dim):
     return lambda k, slot, stage, stage_slot, x, x_at, head_dim: write_int8_key(k, slot, x, x_at, head_dim)
 
 
-@overload(write_value)
-def _write_value(v, slot, x, x_at, head_dim):
+@by_type(write_value)
+def _write_value(v, slot, x, x_at, head_dim, r):
     if is_record(v, FloatKV):
-        return lambda v, slot, x, x_at, head_dim: write_floats(v.values, slot, x, x_at, head_dim)
+        return lambda v, slot, x, x_at, head_dim, r: write_floats(v.values, slot, x, x_at, head_dim)
     if is_record(v, Q4V):
-        return lambda v, slot, x, x_at, head_dim: write_q4_value(v, slot, x, x_at, head_dim)
-    return lambda v, slot, x, x_at, head_dim: write_int8_value(v, slot, x, x_at, head_dim)
+        return lambda v, slot, x, x_at, head_dim, r: write_q4_value(v, slot, x, x_at, head_dim, r)
+    return lambda v, slot, x, x_at, head_dim, r: write_int8_value(v, slot, x, x_at, head_dim)
 
 
-@overload(finish_unit)
-def _finish_unit(k, plane, slot, stage, stage_slot, head_dim):
+@by_type(finish_unit)
+def _finish_unit(k, plane, slot, stage, stage_slot, head_dim, r):
     if is_record(k, Q4K):
         if isinstance(plane, types.NoneType):
-            return lambda k, plane, slot, stage, stage_slot, head_dim: code_unit(
+            return lambda k, plane, slot, stage, stage_slot, head_dim, r: code_unit(
                 stage, stage_slot, slot, head_dim, k.upper, k.lower, k.low, k.step, None, None, None
             )
-        return lambda k, plane, slot, stage, stage_slot, head_dim: code_unit(
-            stage, stage_slot, slot, head_dim, k.upper, k.lower, k.low, k.step, plane.centre, plane.step, plane.scale
+        return lambda k, plane, slot, stage, stage_slot, head_dim, r: code_unit(
+            stage, stage_slot, slot, head_dim, k.upper, k.lower, k.low, k.step, plane.centre, plane.step, plane.scale, r
         )
     if is_record(k, FloatKV) and not isinstance(plane, types.NoneType):
-        return lambda k, plane, slot, stage, stage_slot, head_dim: code_float_unit(k.values, slot, plane, head_dim)
+        return lambda k, plane, slot, stage, stage_slot, head_dim, r: code_float_unit(k.values, slot, plane, head_dim, r)
     if is_record(k, Int8K) and not isinstance(plane, types.NoneType):
-        return lambda k, plane, slot, stage, stage_slot, head_dim: code_unit(
-            k, slot, slot, head_dim, plane.codes, None, None, None, plane.centre, plane.step, plane.scale
+        return lambda k, plane, slot, stage, stage_slot, head_dim, r: code_unit(
+            k, slot, slot, head_dim, plane.codes, None, None, None, plane.centre, plane.step, plane.scale, r
         )
-    return lambda k, plane, slot, stage, stage_slot, head_dim: None
+    return lambda k, plane, slot, stage, stage_slot, head_dim, r: None
 
 
 # ---- float32 and int8 ------------------------------------------------------------------------------------------------------
@@ -133,10 +132,10 @@ def scale_of(x, x_at, count):
 
 # ---- 4 bits ----------------------------------------------------------------------------------------------------------------
 @helper
-def write_q4_value(v, slot, x, x_at, head_dim):
+def write_q4_value(v, slot, x, x_at, head_dim, r):
     """Codes of one token, in groups of 32 dimensions."""
     groups = (head_dim + 31) // 32
-    codes = np.zeros(32, np.int8)
+    codes = r.codes
     for group in range(groups):
         at = x_at + 32 * group
         whole = 32 * group + 16 < head_dim
@@ -145,8 +144,8 @@ def write_q4_value(v, slot, x, x_at, head_dim):
         top = simd.lane_max(simd.maximum(first, second))
         bottom = -simd.lane_max(simd.maximum(simd.sub(simd.splat(np.float32(0.0)), first), simd.sub(simd.splat(np.float32(0.0)), second)))
         scale_at = (slot // 16) * 16 * groups + 16 * group + slot % 16
-        low = store_one_half(v.low, scale_at, bottom)
-        step = store_one_half(v.step, scale_at, (top - low) * np.float32(1 / 15))
+        low = store_one_half(v.low, scale_at, bottom, r.bits)
+        step = store_one_half(v.step, scale_at, (top - low) * np.float32(1 / 15), r.bits)
         inverse = simd.splat(np.float32(1.0) / step if step > 0 else np.float32(0.0))
         offset = simd.splat(low)
         store_codes(codes, 0, simd.mul(simd.sub(first, offset), inverse))
@@ -164,29 +163,28 @@ def store_codes(codes, at, x):
 
 
 @helper
-def store_one_half(array, at, value):
+def store_one_half(array, at, value, bits):
     """Write one number in half precision. Returns what was written."""
-    bits = np.empty(16, np.uint16)
     simd.store_half(bits, 0, simd.splat(value))
     simd.put(array, at, bits[0])
     return simd.lane(simd.load_half(bits, 0), 0)
 
 
 @helper
-def code_float_unit(values, slot, plane, head_dim):
+def code_float_unit(values, slot, plane, head_dim, r):
     """The plane of 32 float32 keys, by way of the int8 keys that they would be."""
-    keys = Int8K(np.empty(UNIT * head_dim, np.int8), np.empty(UNIT, np.float32))
+    keys = Int8K(r.unit_codes, r.unit_scale)
     for t in range(UNIT):
         write_int8_key(keys, t, values, (slot + t) * head_dim, head_dim)
-    code_unit(keys, 0, slot, head_dim, plane.codes, None, None, None, plane.centre, plane.step, plane.scale)
+    code_unit(keys, 0, slot, head_dim, plane.codes, None, None, None, plane.centre, plane.step, plane.scale, r)
 
 
 @helper
-def code_unit(keys, key_slot, slot, head_dim, upper, lower, low, step, centre, width, scale):
+def code_unit(keys, key_slot, slot, head_dim, upper, lower, low, step, centre, width, scale, r):
     """4-bit codes per channel of the 32 keys from key_slot on (Int8K). upper, lower: planes, written at `slot`; low, step: the channels'
     ranges in half precision; centre, width, scale: the coarse ranges of a Plane. What is None is left out."""
-    lows, steps = np.empty(head_dim, np.float32), np.empty(head_dim, np.float32)
-    measure_unit(keys, key_slot, head_dim, lows, steps)
+    lows, steps = r.channel_low, r.channel_step
+    measure_unit(keys, key_slot, head_dim, lows, steps, r.bits)
     unit = slot // UNIT
     if low is not None:
         for d in range(0, head_dim, 16):
@@ -196,7 +194,7 @@ def code_unit(keys, key_slot, slot, head_dim, upper, lower, low, step, centre, w
         summarise_unit(lows, steps, unit, head_dim, centre, width, scale)
     for d in range(head_dim):
         simd.put(steps, d, np.float32(1.0) / steps[d] if steps[d] > 0 else np.float32(0.0))
-    codes = np.empty(16, np.uint8)
+    codes = r.codes
     for t in range(UNIT):
         token = key_slot + t
         key_scale = simd.get(keys.scale, token)
@@ -216,7 +214,7 @@ def code_unit(keys, key_slot, slot, head_dim, upper, lower, low, step, centre, w
 
 
 @helper
-def measure_unit(keys, key_slot, head_dim, lows, steps):
+def measure_unit(keys, key_slot, head_dim, lows, steps, bits):
     """Smallest value and a fifteenth of the range of every channel, as half precision holds them. A NaN in a key is in all channels."""
     bad = np.float32(0.0)
     for t in range(UNIT):
@@ -229,7 +227,6 @@ def measure_unit(keys, key_slot, head_dim, lows, steps):
             x = np.float32(simd.get(keys.codes, at)) * simd.get(keys.scale, token)
             least, most = min(least, x), max(most, x)
         lows[channel], steps[channel] = least + bad, most
-    bits = np.empty(16, np.uint16)
     fifteenth = simd.splat(np.float32(1 / 15))
     for d in range(0, head_dim, 16):
         simd.store_half(bits, 0, simd.load(lows, d))

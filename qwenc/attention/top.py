@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from qwenc.kernels.jit import helper
+from qwenc.kernels.jit import helper, inlined
 
 INFINITY_BITS = 0x7F800000
 
@@ -44,7 +44,7 @@ def keep_top(score, count, least, share, most, kept):
     return number
 
 
-@helper
+@inlined
 def is_enough(bits, score, count, threshold, least, wanted, most):
     number, held = 0, np.float32(0.0)
     for i in range(count):

@@ -24,6 +24,7 @@ from qwenc.errors import UsageError
 try:
     import numba
     from numba.core import caching
+    from numba.extending import overload
 except ValueError as error:  # a NUMBA_* variable that it cannot read
     raise UsageError(f"numba does not start: {error}") from None
 
@@ -36,17 +37,38 @@ PACKAGE = Path(__file__).resolve().parent.parent
 KERNEL_ROOMS = ("kernels", "attention", "model", "checkpoint")
 
 
+FLAGS = {"nogil": True, "error_model": "numpy", "boundscheck": False}
+UNCOUNTED = {**FLAGS, "_nrt": False}
+
+
 def jit(function: F) -> F:
     """Compile `function` on first use, and keep the machine code in the cache."""
-    dispatcher = numba.njit(nogil=True, error_model="numpy", boundscheck=False)(function)
+    dispatcher = numba.njit(**FLAGS)(function)
     if CACHE_DIR is not None:
         dispatcher._cache = _ForgivingCache(function)
     return dispatcher
 
 
+# Numba counts the references to every array of a record that a function takes apart: tens of locked additions a call, more than most
+# helpers do else. The arrays outlive the step anyway, so helpers do without; one that makes arrays of its own cannot.
 def helper(function: F) -> F:
-    """A function that is only ever called from other kernels: compiled into them, not cached by itself."""
-    return numba.njit(nogil=True, error_model="numpy", boundscheck=False)(function)
+    """A function that is only ever called from other kernels: compiled into them, not cached by itself. It makes no arrays."""
+    return numba.njit(**UNCOUNTED)(function)
+
+
+def inlined(function: F) -> F:
+    """A helper that is always merged into its caller: what runs once per page or tile."""
+    return numba.njit(forceinline=True, **UNCOUNTED)(function)
+
+
+def allocating(function: F) -> F:
+    """A helper that makes arrays."""
+    return numba.njit(**FLAGS)(function)
+
+
+def by_type(stub: Callable[..., Any], *, allocates: bool = False, inline: bool = False) -> Callable[[F], F]:
+    """Decorates a function that picks, at compile time, the code for a call of `stub` by the types of its arguments."""
+    return overload(stub, jit_options=(FLAGS if allocates else UNCOUNTED) | ({"forceinline": True} if inline else {}))
 
 
 class _Locator(caching._CacheLocator):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 from numba import types
-from numba.extending import overload
 
 from qwenc.kernels import simd
-from qwenc.kernels.jit import helper
+from qwenc.kernels.jit import by_type, helper
 from qwenc.kernels.linear_tiles import GROUP, PIECES_TOP, make_linear, make_linear_f32
 from qwenc.kernels.records import F32, Q4, Q8, TILE, Q8Fast
 
@@ -26,7 +25,7 @@ def row_tiles(w):
     raise NotImplementedError("runs in compiled code only")
 
 
-@overload(row_tiles)
+@by_type(row_tiles)
 def _row_tiles(w):
     if _is(w, F32):
         return lambda w: w.values.shape[1]
@@ -69,8 +68,8 @@ def _by_format(q4, q8, q8fast, f32):
     return choose
 
 
-overload(linear_one)(_by_format(linear_q4_one, linear_q8_one, linear_q8fast_one, linear_f32_one))
-overload(linear_many)(_by_format(linear_q4_many, linear_q8_many, linear_q8fast_many, linear_f32_many))
+by_type(linear_one)(_by_format(linear_q4_one, linear_q8_one, linear_q8fast_one, linear_f32_one))
+by_type(linear_many)(_by_format(linear_q4_many, linear_q8_many, linear_q8fast_many, linear_f32_many))
 
 
 # ---- activations ----------------------------------------------------------------------------------------------------------
@@ -80,7 +79,7 @@ def prepare(w, x, x_at, acts, tokens, token):
     raise NotImplementedError("runs in compiled code only")
 
 
-@overload(prepare)
+@by_type(prepare)
 def _prepare(w, x, x_at, acts, tokens, token):
     if _is(w, F32):
 
@@ -138,7 +137,7 @@ def read_row(w, row, out, out_at):
     raise NotImplementedError("runs in compiled code only")
 
 
-@overload(read_row)
+@by_type(read_row)
 def _read_row(w, row, out, out_at):
     if _is(w, F32):
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba.extending import register_jitable
 
+from qwenc.kernels.jit import allocating
 from qwenc.kernels.level import LEVEL
 
 TILE = LEVEL.tile_tokens  # tokens of a prefill GEMM tile
@@ -53,7 +53,7 @@ class Acts(NamedTuple):
     values: np.ndarray
 
 
-@register_jitable
+@allocating
 def new_acts(quantised: bool, inputs: int, tokens: int) -> Acts:
     """Room for `tokens` activation rows of `inputs` values (a multiple of 32), zeroed: padding tokens stay zero."""
     q = inputs * tokens if quantised else 0

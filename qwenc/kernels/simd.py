@@ -121,6 +121,17 @@ def put(typingctx, array, index, value):
 
 
 @intrinsic
+def ask_ahead(typingctx, array, index):
+    """Ask for the cache line that holds element `index`, which may lie anywhere."""
+
+    def codegen(context, builder, sig, values):
+        Emitter(builder).prefetch(pointer_to(context, builder, sig.args[0], *values))
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), codegen
+
+
+@intrinsic
 def load_half(typingctx, array, index):
     """16 half-precision numbers from element `index` of a uint16 array, as floats."""
 

@@ -4,7 +4,6 @@ for the tile."""
 from __future__ import annotations
 
 import numpy as np
-from numba.extending import overload
 
 from qwenc.attention.attend import attend_span, prepare_rows
 from qwenc.attention.cache import UNIT, slot_of
@@ -12,7 +11,7 @@ from qwenc.attention.probe import choose_probed
 from qwenc.attention.rows import begin, new_rows
 from qwenc.attention.select import PROBE, attend_chosen, choose, is_sparse, new_choice
 from qwenc.attention.store import finish_unit, load_stage, save_stage, write_key, write_value
-from qwenc.kernels.jit import helper
+from qwenc.kernels.jit import by_type, helper
 from qwenc.kernels.pointwise import rms_norm, rotate, scale_into
 from qwenc.kernels.sync import barrier, claim
 from qwenc.model.overloads import is_absent
@@ -31,7 +30,7 @@ def attend_tokens(team, phase, shape, cache, sparse, b, rows, search, layer, tok
     raise NotImplementedError("runs in compiled code only")
 
 
-@overload(new_search)
+@by_type(new_search, allocates=True)
 def _new_search(cache, sparse, shape, keys):
     if is_absent(cache[cache.fields.index("plane")]):
         return lambda cache, sparse, shape, keys: None
@@ -43,7 +42,7 @@ def _new_search(cache, sparse, shape, keys):
     return run
 
 
-@overload(attend_tokens)
+@by_type(attend_tokens)
 def _attend_tokens(team, phase, shape, cache, sparse, b, rows, search, layer, tokens, position):
     if is_absent(search):
 
@@ -63,7 +62,7 @@ def _attend_tokens(team, phase, shape, cache, sparse, b, rows, search, layer, to
 
 # ---- keys and values --------------------------------------------------------------------------------------------------------
 @helper
-def store_tokens(team, phase, w, shape, cache, b, layer, tokens, position, cos, sin):
+def store_tokens(team, phase, w, shape, cache, b, rows, layer, tokens, position, cos, sin):
     """q- and k-norm and rotary embedding in place; keys and values into the cache. One piece of work: one kv head, one unit of tokens."""
     first_unit = position // UNIT
     units = (position + tokens - 1) // UNIT - first_unit + 1
@@ -82,9 +81,9 @@ def store_tokens(team, phase, w, shape, cache, b, layer, tokens, position, cos, 
             k_at = row + (shape.heads + head) * shape.head_room
             v_at = row + (shape.heads + shape.kv_heads + head) * shape.head_room
             write_key(cache.k, slot + t % UNIT, b.stage, stage_slot + t % UNIT, b.qkv, k_at, shape.head_room)
-            write_value(cache.v, slot + t % UNIT, b.qkv, v_at, shape.head_room)
+            write_value(cache.v, slot + t % UNIT, b.qkv, v_at, shape.head_room, rows)
         if end == (unit + 1) * UNIT:
-            finish_unit(cache.k, cache.plane, slot, b.stage, stage_slot, shape.head_room)
+            finish_unit(cache.k, cache.plane, slot, b.stage, stage_slot, shape.head_room, rows)
         else:
             save_stage(cache.k, b.stage, stage_slot, tail_slot, shape.head_room)
         item = claim(team, phase)

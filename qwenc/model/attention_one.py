@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from numba.extending import overload
 
 from qwenc.attention.attend import attend_span, prepare_rows, stage_of
 from qwenc.attention.cache import PAGE, UNIT, slot_of
@@ -12,7 +11,7 @@ from qwenc.attention.rows import NO_SCORE, begin
 from qwenc.attention.select import PROBE, attend_chosen, choose, estimate_missed, is_sparse, new_choice
 from qwenc.attention.store import finish_unit, write_key, write_value
 from qwenc.kernels import simd
-from qwenc.kernels.jit import helper
+from qwenc.kernels.jit import by_type, helper
 from qwenc.kernels.pointwise import rms_norm, rotate, scale_into
 from qwenc.kernels.sync import barrier, claim, lap
 from qwenc.model.overloads import is_absent
@@ -29,7 +28,7 @@ def attend(team, phase, w, shape, cache, sparse, b, rows, choice, layer, positio
     raise NotImplementedError("runs in compiled code only")
 
 
-@overload(new_choice_for)
+@by_type(new_choice_for, allocates=True)
 def _new_choice_for(cache, sparse, shape, keys):
     if is_absent(cache[cache.fields.index("plane")]):
         return lambda cache, sparse, shape, keys: None
@@ -40,7 +39,7 @@ def _new_choice_for(cache, sparse, shape, keys):
     return run
 
 
-@overload(attend)
+@by_type(attend)
 def _attend(team, phase, w, shape, cache, sparse, b, rows, choice, layer, position, cos, sin, now):
     if is_absent(choice):
 
@@ -64,7 +63,7 @@ def attend_some(team, phase, w, shape, cache, sparse, b, rows, choice, layer, po
     group = shape.heads // shape.kv_heads
     head = claim(team, phase)
     while head < shape.kv_heads:
-        store_token(w, shape, cache, b, layer, head, position, cos, sin)
+        store_token(w, shape, cache, b, rows, layer, head, position, cos, sin)
         now = lap(team, KV, now)
         if sparse.score == PROBE:
             for i in range(group):
@@ -130,7 +129,7 @@ def attend_all(team, phase, w, shape, cache, b, rows, layer, position, cos, sin,
             now = lap(team, ROPE, now)
             loaded = head
         if part == spans - 1:
-            store_token(w, shape, cache, b, layer, head, position, cos, sin)
+            store_token(w, shape, cache, b, rows, layer, head, position, cos, sin)
             now = lap(team, KV, now)
         begin(rows, group)
         for i in range(group):
@@ -175,7 +174,7 @@ def load_queries(w, shape, b, rows, layer, kv_head, first, count, cos, sin):
 
 
 @helper
-def store_token(w, shape, cache, b, layer, kv_head, position, cos, sin):
+def store_token(w, shape, cache, b, rows, layer, kv_head, position, cos, sin):
     """k-norm and rotary embedding in place, then key and value into the cache."""
     k_at = (shape.heads + kv_head) * shape.head_room
     v_at = (shape.heads + shape.kv_heads + kv_head) * shape.head_room
@@ -185,9 +184,9 @@ def store_token(w, shape, cache, b, layer, kv_head, position, cos, sin):
     slot = slot_of(shape.layers, shape.kv_heads, 0, layer, kv_head, position)
     stage, own = stage_of(cache.k), (layer * shape.kv_heads + kv_head) * UNIT
     write_key(cache.k, slot, stage, own + position % UNIT, b.qkv, k_at, shape.head_room)
-    write_value(cache.v, slot, b.qkv, v_at, shape.head_room)
+    write_value(cache.v, slot, b.qkv, v_at, shape.head_room, rows)
     if position % UNIT == UNIT - 1:
-        finish_unit(cache.k, cache.plane, slot - (UNIT - 1), stage, own, shape.head_room)
+        finish_unit(cache.k, cache.plane, slot - (UNIT - 1), stage, own, shape.head_room, rows)
 
 
 @helper

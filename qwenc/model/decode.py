@@ -8,10 +8,9 @@ depends on the threads.
 from __future__ import annotations
 
 import numpy as np
-from numba.extending import overload
 
 from qwenc.attention.rows import new_rows
-from qwenc.kernels.jit import jit
+from qwenc.kernels.jit import by_type, jit
 from qwenc.kernels.linear import linear_one, prepare, read_row, row_tiles
 from qwenc.kernels.pointwise import add_into, all_finite, copy_into, rms_norm, silu_mul
 from qwenc.kernels.records import new_acts
@@ -82,7 +81,7 @@ def mlp_one(team, phase, gate_up, down, stack, normed, acts, b, now):
     raise NotImplementedError("runs in compiled code only")
 
 
-@overload(mlp_one)
+@by_type(mlp_one, allocates=True)
 def _mlp_one(team, phase, gate_up, down, stack, normed, acts, b, now):
     if is_absent(gate_up):  # every layer has experts
         return lambda team, phase, gate_up, down, stack, normed, acts, b, now: now

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from qwenc.kernels.jit import helper
+from qwenc.kernels.jit import allocating, helper
 from qwenc.kernels.linear import linear_many, linear_one, prepare, row_tiles
 from qwenc.kernels.pointwise import rms_norm
 from qwenc.kernels.records import TILE
 from qwenc.kernels.sync import barrier, chunk_of, claim
 
 
-@helper
+@allocating
 def matrix_rows(team, phase, w, stack, acts, out, put):
     """out [rows] = or += matrix · one prepared activation row."""
     tiles = row_tiles(w)
@@ -30,7 +30,7 @@ def matrix_rows(team, phase, w, stack, acts, out, put):
     barrier(team)
 
 
-@helper
+@allocating
 def matrix_tokens(team, phase, w, stack, tokens, acts, out, put):
     """out [tokens, width] = or += matrix · activations of a mini-batch."""
     tiles, width = row_tiles(w), out.shape[1]
@@ -47,7 +47,7 @@ def matrix_tokens(team, phase, w, stack, tokens, acts, out, put):
     barrier(team)
 
 
-@helper
+@allocating
 def prepare_normed(team, phase, matrix, norm, norm_row, shape, tokens, b):
     """b.acts = RMS norm of the residual stream, as `matrix` reads it."""
     normed = np.zeros(shape.hidden_room, np.float32)

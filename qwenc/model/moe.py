@@ -7,10 +7,9 @@ In prefill tokens are grouped by expert, so each expert's weights are read once 
 from __future__ import annotations
 
 import numpy as np
-from numba.extending import overload
 
 from qwenc.kernels import simd
-from qwenc.kernels.jit import helper
+from qwenc.kernels.jit import allocating, by_type, helper
 from qwenc.kernels.linear import linear_many, linear_one, prepare, row_tiles
 from qwenc.kernels.pointwise import copy_into, dot, rms_norm, silu_mul
 from qwenc.kernels.records import TILE
@@ -57,7 +56,7 @@ def experts_one(team, phase, router, gate_up, down, shape, layer, normed, acts, 
     raise NotImplementedError("runs in compiled code only")
 
 
-@overload(experts_one)
+@by_type(experts_one, allocates=True)
 def _experts_one(team, phase, router, gate_up, down, shape, layer, normed, acts, b, now):
     if is_absent(gate_up):  # a dense model
         return lambda team, phase, router, gate_up, down, shape, layer, normed, acts, b, now: now
@@ -112,7 +111,7 @@ def experts_many(team, phase, w, router, gate_up, down, shape, block, layer, tok
     raise NotImplementedError("runs in compiled code only")
 
 
-@overload(experts_many)
+@by_type(experts_many, allocates=True)
 def _experts_many(team, phase, w, router, gate_up, down, shape, block, layer, tokens, acts, b, now):
     if is_absent(gate_up):
         return lambda team, phase, w, router, gate_up, down, shape, block, layer, tokens, acts, b, now: now
@@ -157,7 +156,7 @@ def _experts_many(team, phase, w, router, gate_up, down, shape, block, layer, to
     return run
 
 
-@helper
+@allocating
 def choose_experts(team, phase, w, router, shape, block, layer, tokens, b):
     """b.choice and b.choice_weight of every token."""
     experts, hidden = router.shape[1], router.shape[2]
@@ -174,7 +173,7 @@ def choose_experts(team, phase, w, router, shape, block, layer, tokens, b):
     barrier(team)
 
 
-@helper
+@allocating
 def place_by_expert(b, tokens, count, experts):
     """Order the (token, expert) pairs by expert; every expert begins at a token tile of its own."""
     sizes = np.zeros(experts, np.int64)
@@ -190,7 +189,7 @@ def place_by_expert(b, tokens, count, experts):
             b.place[t, slot] += TILE * b.expert_tile[b.choice[t, slot]]
 
 
-@helper
+@allocating
 def expert_gate_up(team, phase, gate_up, down, layer, experts, acts, b):
     """b.expert_ffn [place, width] = silu(gate) · up; returns the width of a row."""
     pairs = row_tiles(gate_up) // 2
@@ -212,7 +211,7 @@ def expert_gate_up(team, phase, gate_up, down, layer, experts, acts, b):
     return width
 
 
-@helper
+@allocating
 def expert_down(team, phase, down, layer, experts, acts, b):
     """b.y [place, hidden_room] = down(ffn)."""
     tiles = row_tiles(down)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from numba import types
-from numba.extending import overload
 
+from qwenc.kernels.jit import by_type
 from qwenc.kernels.records import F32
 
 
@@ -13,7 +13,7 @@ def is_quantised(matrix) -> bool:
     return not isinstance(matrix, F32)
 
 
-@overload(is_quantised)
+@by_type(is_quantised)
 def _is_quantised(matrix):
     answer = matrix.instance_class is not F32
     return lambda matrix: answer

@@ -6,10 +6,9 @@ Norms, activations and attention are split by tokens, matrices by rows.
 from __future__ import annotations
 
 import numpy as np
-from numba.extending import overload
 
 from qwenc.attention.rows import new_rows
-from qwenc.kernels.jit import helper, jit
+from qwenc.kernels.jit import allocating, by_type, jit
 from qwenc.kernels.linear import linear_many, prepare, read_row, row_tiles
 from qwenc.kernels.pointwise import add_into, all_finite, copy_into, rms_norm, silu_mul
 from qwenc.kernels.records import TILE, new_acts
@@ -45,7 +44,7 @@ def prefill_step(team, w, shape, cache, sparse, b, ids, position, cos, sin, all_
         matrix_tokens(team, phase + 1, w.qkv, layer, tokens, b.acts, b.qkv, copy_into)
         now = lap(team, QKV, now)
 
-        store_tokens(team, phase + 2, w, shape, cache, b, layer, tokens, position, cos, sin)
+        store_tokens(team, phase + 2, w, shape, cache, b, rows, layer, tokens, position, cos, sin)
         now = lap(team, ROPE, now)
         attend_tokens(team, phase + 3, shape, cache, sparse, b, rows, search, layer, tokens, position)
         now = lap(team, ATTN, now)
@@ -87,7 +86,7 @@ def mlp_many(team, phase, w, gate_up, down, shape, layer, stack, tokens, b, now)
     raise NotImplementedError("runs in compiled code only")
 
 
-@overload(mlp_many)
+@by_type(mlp_many, allocates=True)
 def _mlp_many(team, phase, w, gate_up, down, shape, layer, stack, tokens, b, now):
     if is_absent(gate_up):  # every layer has experts
         return lambda team, phase, w, gate_up, down, shape, layer, stack, tokens, b, now: now
@@ -118,7 +117,7 @@ def _mlp_many(team, phase, w, gate_up, down, shape, layer, stack, tokens, b, now
     return run
 
 
-@helper
+@allocating
 def last_logits(team, phase, w, shape, tokens, b):
     """b.logits[0] = logits after the last token."""
     normed = np.zeros(shape.hidden_room, np.float32)
