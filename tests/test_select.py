@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
+from test_attention import KV_HEADS, LAYERS, as_stored, fill, poison, stage_of
 
 from qwenc.attention.attend import prepare_rows
-from qwenc.attention.cache import UNIT, cache_arrays, new_cache, slot_of
-from qwenc.attention.rows import S_ROW, begin, new_rows
+from qwenc.attention.cache import UNIT, new_cache, slot_of
+from qwenc.attention.rows import begin, new_rows
 from qwenc.attention.select import (
     Sparse,
     attend_chosen,
@@ -18,7 +19,6 @@ from qwenc.attention.select import (
     scan_unit,
 )
 from qwenc.kernels.jit import allocating
-from test_attention import KV_HEADS, LAYERS, as_stored, fill, poison, stage_of
 
 SCAN, SUMMARY, PROBE, ORACLE = range(4)
 
@@ -81,3 +81,127 @@ def test_the_look_and_the_scan(kv, rows, head_dim):
     error = scores - true
     assert np.abs(error).std() < 0.25 * true.std()
     assert np.corrcoef(scores.ravel(), true.ravel())[0, 1] > 0.95
+
+
+@allocating
+def attend_over_choice(cache, stage, sparse, q, keys, kept, out, missed):
+    """One token's group of heads: choose, attend, estimate what was missed."""
+    rows, head_dim = q.shape
+    r, c = new_rows(rows, head_dim, keys), new_choice(rows, head_dim, keys, sparse.block)
+    for i in range(rows):
+        r.limit[i] = keys
+        for d in range(head_dim):
+            r.q[i, d] = q[i, d]
+    own, blocks = (keys - 1) // UNIT * UNIT, (keys + sparse.block - 1) // sparse.block
+    slot = (1 * KV_HEADS + 2) * UNIT
+    prepare_rows(cache.k, r, rows)
+    count = choose(cache, stage, slot, sparse, c, r, rows, rows, LAYERS, KV_HEADS, 0, 1, 2, own, keys)
+    begin(r, rows)
+    attend_chosen(cache, stage, slot, c, sparse.block, r, rows, LAYERS, KV_HEADS, 0, 1, 2, own, keys)
+    estimate_missed(c, sparse, r, rows, own, blocks)
+    missed[0] = c.missed[0]
+    for b in range(blocks):
+        kept[b] = c.kept[b]
+    for i in range(rows):
+        for d in range(head_dim):
+            out[i, d] = r.o[i, d] / r.total[i]
+    return count
+
+
+def plan(score=SCAN, block=UNIT, k=4, mass=0.0, most=None, ratio=0.0):
+    return Sparse(score, block, k, most or k, mass, 8, ratio, 64, 0, 3, 5)
+
+
+def run(kv, sparse, keys, rows=2, head_dim=64, seed=0, spread=3.0):
+    cache, k, v, rng = filled(kv, keys, head_dim, seed)
+    q = (spread * rng.standard_normal((rows, head_dim)) / np.sqrt(head_dim)).astype(np.float32)
+    blocks = -(-keys // sparse.block)
+    kept, out, missed = np.zeros(blocks, np.uint8), np.zeros((rows, head_dim), np.float32), np.zeros(1, np.float32)
+    count = attend_over_choice(cache, stage_of(cache), sparse, q, keys, kept, out, missed)
+    k, v = as_stored(kv, k, v)
+    share = softmax(q.astype(np.float64) @ k.T)
+    by_block = np.add.reduceat(share, np.arange(0, keys, sparse.block), axis=1)
+    return count, kept.astype(bool), out, float(missed[0]), share, by_block, v
+
+
+def softmax(s):
+    p = np.exp(s - s.max(-1, keepdims=True))
+    return p / p.sum(-1, keepdims=True)
+
+
+@pytest.mark.parametrize("kv", ["q8", "k8v4", "q4", "f32"])
+@pytest.mark.parametrize("block", [32, 16, 7, 100, 5000])
+@pytest.mark.parametrize("keys", [65, 320, 321, 607])
+def test_attention_over_the_kept_blocks_is_masked_by_token(kv, block, keys):
+    _, kept, out, _, share, _, v = run(kv, plan(block=block), keys)
+    seen = np.repeat(kept, block)[:keys]
+    expected = (share * seen) @ v / (share * seen).sum(1, keepdims=True)
+    np.testing.assert_allclose(out, expected, atol=1e-3)
+    assert kept[0] and kept[-1]
+
+
+@pytest.mark.parametrize("score", [SCAN, ORACLE])
+@pytest.mark.parametrize(("rows", "head_dim"), [(1, 128), (2, 16), (4, 48), (8, 256), (5, 64)])
+@pytest.mark.parametrize("block", [32, 16, 64])
+def test_the_choice_is_that_of_the_true_shares(score, rows, head_dim, block):
+    sparse = plan(score, block, k=6)
+    count, kept, _, _, _, by_block, _ = run("q8", sparse, 1000, rows, head_dim, seed=rows)
+    assert count == kept.sum() == 6
+    pooled = by_block.sum(0)
+    forced = np.zeros(len(kept), bool)
+    forced[0] = True
+    forced[999 // 32 * 32 // block :] = True
+    best = np.argsort(-np.where(forced, np.inf, pooled))[:6]
+    least = 1 - 1e-3 if score == ORACLE else 0.93
+    assert pooled[kept].sum() >= least * pooled[best].sum()
+
+
+@pytest.mark.parametrize("k", [1, 2, 31, 1000])
+def test_budgets_at_the_edges(k):
+    count, kept, *_ = run("q8", plan(k=k), 1000)
+    assert count == kept.sum() == min(max(k, 2), 32)
+    assert kept[0] and kept[-1]
+
+
+def test_a_ratio_of_the_blocks():
+    assert run("q8", plan(k=2, ratio=0.5), 1000)[0] == 16
+
+
+def test_a_target_mass_takes_the_blocks_that_it_needs():
+    counts = []
+    for mass in (0.5, 0.9, 0.99):
+        count, kept, _, _, _, by_block, _ = run("q8", plan(ORACLE, k=2, most=24, mass=mass), 1000, rows=1)
+        held = by_block[0, kept].sum()
+        assert held >= mass - 1e-3 or count == 24
+        without_least = held - by_block[0, kept][1:-1].min() if count > 2 else 0
+        assert without_least < mass + 1e-3  # no more than needed
+        counts.append(count)
+    assert counts == sorted(counts) and counts[0] < counts[-1] <= 24
+
+
+@pytest.mark.parametrize("score", [SCAN, ORACLE])
+def test_the_missed_mass_is_estimated(score):
+    errors = []
+    for seed in range(6):
+        _, kept, _, missed, _, by_block, _ = run("q8", plan(score, k=5), 1500, seed=seed)
+        errors.append(missed - by_block[:, ~kept].sum(1).mean())
+    assert np.abs(errors).max() < (0.01 if score == ORACLE else 0.1)
+
+
+@pytest.mark.parametrize("kv", ["q8", "q4"])
+def test_a_needle_is_found_at_any_depth(kv):
+    """One key that the query wants, far back: the scan must rank its block first, wherever it lies in its unit."""
+    for place in (40, 333, 700, 1183):
+        cache, k, v, rng = filled(kv, 1300, 64, seed=place)
+        q = rng.standard_normal((2, 64)).astype(np.float32)
+        k[place] = 3 * q[0] + 0.5 * k[place]
+        fill(cache, 1, 2, k, v)
+        kept, out, missed = np.zeros(41, np.uint8), np.zeros((2, 64), np.float32), np.zeros(1, np.float32)
+        attend_over_choice(cache, stage_of(cache), plan(k=3), q[:1], 1300, kept, out[:1], missed)
+        assert kept[place // UNIT]
+
+
+def test_8_and_4_bits_choose_alike():
+    """Both keep the same 2-bit plane, made from the same 8-bit keys."""
+    for seed in range(3):
+        assert (run("q8", plan(k=6), 1500, seed=seed)[1] == run("q4", plan(k=6), 1500, seed=seed)[1]).all()

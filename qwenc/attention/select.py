@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from qwenc.attention.attend import attend_tiles, attend_unit, is_staged, score_int8, score_tiles
-from qwenc.attention.cache import PAGE, TILE, UNIT, UNITS, slot_of
+from qwenc.attention.attend import attend_tiles, attend_unit, is_staged, key_arrays, score_int8, score_tiles
+from qwenc.attention.cache import PAGE, Q4K, TILE, UNIT, UNITS, FloatKV, slot_of
+from qwenc.attention.overloads import is_record
 from qwenc.attention.rows import ALL_KEYS, NO_SCORE, S_ROW, list_tiles, pad_list, rows_at_once
 from qwenc.attention.top import keep_top
 from qwenc.kernels import simd
@@ -25,12 +26,16 @@ from qwenc.kernels.summary_tiles import fold_steps, make_look
 SCAN, SUMMARY, PROBE, ORACLE = range(4)  # in the order of settings.SPARSE_SCORES
 BIAS = np.float32(-LEVEL.signed_bias)
 WIDTHS = np.float32(4.0)  # steps from a unit's centre to where its best key is expected
+FIRST = 8  # tiles asked for before the first is read
 AHEAD = 3  # units between asking for the codes and reading them
 Q16_TOP = np.float32(1052.0)  # times 31, plus 128, fits into 16 bits
 LOG_UNIT = np.float32(np.log(UNIT))
 
 look_1, look_2, look_4, look_8 = (make_look(rows) for rows in (1, 2, 4, 8))
-scan_1, scan_2, scan_4, scan_8 = (make_scores("plane", rows) for rows in (1, 2, 4, 8))
+TILES = UNIT // TILE
+SCAN_TILES = [TILES if rows * TILES <= LEVEL.tile_rows else 1 for rows in (1, 2, 4, 8)]  # taken at once, by registers
+SCAN_1, SCAN_2, SCAN_4, SCAN_8 = SCAN_TILES
+scan_1, scan_2, scan_4, scan_8 = (make_scores("plane", rows, 0, tiles) for rows, tiles in zip((1, 2, 4, 8), SCAN_TILES, strict=True))
 
 
 class Sparse(NamedTuple):
@@ -97,10 +102,10 @@ def new_choice(rows, head_dim, keys, block):
         np.zeros((rows, units), np.float32),
         np.zeros((rows, units), np.float32),
         np.zeros((rows, units), np.float32),
-        np.zeros((rows, blocks), np.float32),
-        np.zeros((rows, blocks), np.float32),
+        np.zeros((rows, blocks + 16), np.float32),
+        np.zeros((rows, blocks + 16), np.float32),
         np.zeros(most, np.float32),
-        np.zeros(most, np.float32),
+        np.zeros(most + 16, np.float32),
         np.zeros(most + 16, np.float32),
         np.zeros(most, np.uint8),
         np.zeros(units, np.uint8),
@@ -313,20 +318,27 @@ def scan_unit(plane, c, r, rows, first_slot, page_step, unit):
     """r.s: scores of the 32 keys of a unit from their 2-bit codes."""
     strips = c.q16.shape[1] // 16
     list_unit(r, first_slot, page_step, unit)
-    for tile in range(2):
-        first = 0
-        while first < rows:
-            width = rows_at_once(rows, first)
-            q_at, s_at = first * 16 * strips, first * S_ROW + TILE * tile
-            if width == 8:
-                scan_8(plane.codes, None, None, r.at, tile, strips, r.fp, q_at, r.fs, r.fb, first, None, r.s, s_at, S_ROW)
-            elif width == 4:
-                scan_4(plane.codes, None, None, r.at, tile, strips, r.fp, q_at, r.fs, r.fb, first, None, r.s, s_at, S_ROW)
-            elif width == 2:
-                scan_2(plane.codes, None, None, r.at, tile, strips, r.fp, q_at, r.fs, r.fb, first, None, r.s, s_at, S_ROW)
-            else:
-                scan_1(plane.codes, None, None, r.at, tile, strips, r.fp, q_at, r.fs, r.fb, first, None, r.s, s_at, S_ROW)
-            first += width
+    first = 0
+    while first < rows:
+        width = rows_at_once(rows, first)
+        q_at, s_at = first * 16 * strips, first * S_ROW
+        if width == 8:
+            for tile in range(0, TILES, SCAN_8):
+                s_of = s_at + TILE * tile
+                scan_8(plane.codes, None, None, r.at, tile, strips, r.fp, q_at, r.fs, r.fb, first, None, r.s, s_of, S_ROW)
+        elif width == 4:
+            for tile in range(0, TILES, SCAN_4):
+                s_of = s_at + TILE * tile
+                scan_4(plane.codes, None, None, r.at, tile, strips, r.fp, q_at, r.fs, r.fb, first, None, r.s, s_of, S_ROW)
+        elif width == 2:
+            for tile in range(0, TILES, SCAN_2):
+                s_of = s_at + TILE * tile
+                scan_2(plane.codes, None, None, r.at, tile, strips, r.fp, q_at, r.fs, r.fb, first, None, r.s, s_of, S_ROW)
+        else:
+            for tile in range(0, TILES, SCAN_1):
+                s_of = s_at + TILE * tile
+                scan_1(plane.codes, None, None, r.at, tile, strips, r.fp, q_at, r.fs, r.fb, first, None, r.s, s_of, S_ROW)
+        first += width
 
 
 @inlined
@@ -469,21 +481,64 @@ def estimate_missed(c, sparse, r, rows, own_key, blocks):
     """c.missed: the estimated share of attention outside the kept blocks, mean over the rows; call after they have been attended to. What
     was not looked at key by key counts as a unit of normally distributed scores would."""
     head_dim = c.q16.shape[1]
-    whole = np.float32(0.0)
+    for b in range(blocks):
+        c.best[b] = np.float32(1.0) - np.float32(c.kept[b])
+    missed = np.float32(0.0)
     for row in range(rows):
-        top = r.m[row]
+        top = simd.splat(r.m[row])
         outside = np.float32(0.0)
-        for b in range(blocks):
-            if c.kept[b] == 0 and c.total[row, b] > 0:
-                outside += c.total[row, b] * exp_of(c.m[row, b] - top)
+        for b in range(0, blocks, 16):
+            weight = simd.mul(read_row(c.total, row, b, blocks), simd.exp(simd.sub(read_row(c.m, row, b, blocks), top)))
+            outside += simd.lane_sum(simd.mul(weight, simd.first_lanes(simd.load(c.best, b), blocks - b, simd.splat(np.float32(0.0)))))
         if sparse.score == SCAN:
-            for unit in range(own_key // UNIT):
-                if c.scanned[unit] == 0 and c.kept[unit * UNIT // sparse.block] == 0:
-                    spread = c.spread[row, unit]
-                    likely = c.mid[row, unit] + min(np.float32(10.5 / head_dim) * spread * spread, WIDTHS * spread)
-                    outside += exp_of(likely + LOG_UNIT - top)
-        whole += outside / (outside + r.total[row])
-    c.missed[0] = whole / np.float32(rows)
+            outside += unscanned(c, row, sparse.block, own_key // UNIT, head_dim, top)
+        missed += outside / (outside + r.total[row])
+    c.missed[0] = missed / np.float32(rows)
+
+
+@inlined
+def unscanned(c, row, block, units, head_dim, top):
+    """Σ e^(score − top), as expected, over the units that were neither scanned nor kept."""
+    for unit in range(units):
+        free = c.scanned[unit] == 0 and c.kept[unit * UNIT // block] == 0
+        spread = c.spread[row, unit]
+        likely = c.mid[row, unit] + min(np.float32(10.5 / head_dim) * spread * spread, WIDTHS * spread)
+        c.share[unit] = likely if free else NO_SCORE
+    whole = simd.splat(np.float32(0.0))
+    none = simd.splat(NO_SCORE)
+    for unit in range(0, units, 16):
+        likely = simd.first_lanes(simd.load(c.share, unit), units - unit, none)
+        whole = simd.add(whole, simd.exp(simd.add(simd.sub(likely, top), simd.splat(LOG_UNIT))))
+    return simd.lane_sum(whole)
+
+
+@inlined
+def read_row(array, row, first, count):
+    """16 numbers of a row of [rows, …], what is beyond `count` as 0."""
+    return simd.first_lanes(simd.load(array, row * array.shape[1] + first), count - first, simd.splat(np.float32(0.0)))
+
+
+def ask_for_keys(k, r, tiles):
+    """Ask for the keys of the first tiles of the list: nobody has."""
+    raise NotImplementedError("runs in compiled code only")
+
+
+@by_type(ask_for_keys)
+def _ask_for_keys(k, r, tiles):
+    if is_record(k, FloatKV):
+        return lambda k, r, tiles: None
+    bytes_of = 4 if is_record(k, Q4K) else 1  # dimensions of a key in a byte of key_arrays
+
+    def run(k, r, tiles):
+        codes, lower = key_arrays(k)
+        step = TILE * r.q.shape[1] // bytes_of
+        for i in range(min(tiles, FIRST)):
+            for line in range(0, step, 64):
+                simd.ask_ahead(codes, r.at[i] // TILE * step + line)
+                if bytes_of > 1:
+                    simd.ask_ahead(lower, r.at[i] // TILE * step + line)
+
+    return run
 
 
 def attend_chosen(cache, stage, stage_slot, c, block, r, rows, layers, kv_heads, first_page, layer, head, own_key, end_key):
@@ -497,12 +552,14 @@ def _attend_chosen(cache, stage, stage_slot, c, block, r, rows, layers, kv_heads
 
         def run(cache, stage, stage_slot, c, block, r, rows, layers, kv_heads, first_page, layer, head, own_key, end_key):
             tiles = list_chosen(c, r, block, layers, kv_heads, first_page, layer, head, end_key)
+            ask_for_keys(cache.k, r, tiles)
             attend_tiles(cache.k, cache.v, r, rows, tiles)
 
         return run
 
     def run_staged(cache, stage, stage_slot, c, block, r, rows, layers, kv_heads, first_page, layer, head, own_key, end_key):
         tiles = list_chosen(c, r, block, layers, kv_heads, first_page, layer, head, own_key)
+        ask_for_keys(cache.k, r, tiles)
         attend_tiles(cache.k, cache.v, r, rows, tiles)
         tiles = list_tiles(r, layers, kv_heads, first_page, layer, head, own_key, end_key)
         attend_unit(stage, stage_slot, cache.k, cache.v, r, rows, tiles)

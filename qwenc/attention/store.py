@@ -81,7 +81,7 @@ def _finish_unit(k, plane, slot, stage, stage_slot, head_dim, r):
     if is_record(k, Q4K):
         if isinstance(plane, types.NoneType):
             return lambda k, plane, slot, stage, stage_slot, head_dim, r: code_unit(
-                stage, stage_slot, slot, head_dim, k.upper, k.lower, k.low, k.step, None, None, None
+                stage, stage_slot, slot, head_dim, k.upper, k.lower, k.low, k.step, None, None, None, r
             )
         return lambda k, plane, slot, stage, stage_slot, head_dim, r: code_unit(
             stage, stage_slot, slot, head_dim, k.upper, k.lower, k.low, k.step, plane.centre, plane.step, plane.scale, r

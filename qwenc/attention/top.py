@@ -25,8 +25,11 @@ def keep_top(score, count, least, share, most, kept):
     low, high = 0, INFINITY_BITS + 1  # enough are at least `low`, not enough at least `high`
     while high - low > 1:
         middle = (low + high) // 2
-        if is_enough(bits, score, count, middle, least, wanted, most):
+        number = is_enough(bits, score, count, middle, least, wanted, most)
+        if number > 0:
             low = middle
+            if number == least:  # fewer would not do
+                break
         else:
             high = middle
     number, held = 0, np.float32(0.0)
@@ -46,6 +49,7 @@ def keep_top(score, count, least, share, most, kept):
 
 @inlined
 def is_enough(bits, score, count, threshold, least, wanted, most):
+    """How many numbers are at least `threshold`, or 0 if these are too few."""
     number, held = 0, np.float32(0.0)
     for i in range(count):
         number += bits[i] >= threshold
@@ -53,4 +57,4 @@ def is_enough(bits, score, count, threshold, least, wanted, most):
         for i in range(count):
             if threshold <= bits[i] < INFINITY_BITS:
                 held += score[i]
-    return number >= most or (number >= least and held >= wanted)
+    return number if number >= most or (number >= least and held >= wanted) else 0

@@ -39,7 +39,7 @@ _OPTIONS = (
     option("--sparse-probe", type=WholeNumber(1), default=8, show_default=True, metavar="N", help="Sampled keys per block, for probe."),
     option("--sparse-ratio", type=float, default=0.0, show_default=True, metavar="R", help="Keep at least this share of the blocks."),
     option("--sparse-mass", type=float, default=0.0, metavar="P", help="Keep more blocks, up to 4·K, until they hold this share."),
-    option("--sparse-min-ctx", type=WholeNumber(0), default=0, show_default=True, metavar="N", help="Decode is exact below N tokens."),
+    option("--sparse-min-ctx", type=WholeNumber(0), metavar="N", help="Decode is exact below N tokens. Default: where sparse pays."),
     option("--sparse-pf-min-ctx", type=WholeNumber(0), metavar="N", help="Prefill is exact below N tokens. Default: where sparse pays."),
     option("--sparse-pf-k", type=WholeNumber(1), metavar="K", help="Blocks kept in prefill.  [default: --sparse-k]"),
     option("--sparse-pf-group", type=WholeNumber(1), metavar="N", help="Prompt tokens that share one choice of blocks.  [default: 64]"),

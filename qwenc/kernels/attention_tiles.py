@@ -51,9 +51,9 @@ def _chains(sums: int) -> int:
     return max(1, min(4, (8 if LEVEL.vector_bytes == 64 else 4) // sums))
 
 
-def make_scores(kind: str, rows: int, ahead_lines: int = 0) -> Any:
+def make_scores(kind: str, rows: int, ahead_lines: int = 0, tiles: int = 1) -> Any:
     """tile(codes, lower, scales, at, at_i, strips, q, q_at, qs, qo, row_at, ahead, s, s_at, s_step): scores of `rows` queries against the
-    16 keys of the tile at[at_i].
+    16 keys of the tile at[at_i], or of `tiles` tiles that lie side by side from there on.
 
     strips = head_dim/16. q int8 [strip][rows][pieces][16]; qs float32 scale per row. int8: scales float32 per key, qo int32 [row][2] is
     −bias·Σ of each piece. q4, plane: qo float32 [row], added to the result; scales is not looked at. lower: the lower plane of q4.
@@ -62,7 +62,7 @@ def make_scores(kind: str, rows: int, ahead_lines: int = 0) -> Any:
     """
     strip_bytes, pieces, cell_of = KEYS[kind]
     count = rows * pieces
-    chains = _chains(count)
+    chains = _chains(count * tiles)
 
     @intrinsic
     def tile(typingctx, codes, lower, scales, at, at_i, strips, q, q_at, qs, qo, row_at, ahead, s, s_at, s_step):
@@ -74,36 +74,42 @@ def make_scores(kind: str, rows: int, ahead_lines: int = 0) -> Any:
             def tile_of(array_type: Any, array: Value, bytes_: int) -> Value:
                 return pointer_to(context, builder, array_type, array, builder.mul(builder.mul(key, strips_v), I64(bytes_ // 16)))
 
-            planes = [tile_of(*array) for array in zip(sig.args[:2], (codes_v, lower_v), strip_bytes, strict=False)]
+            planes = [[tile_of(*array) for array in zip(sig.args[:2], (codes_v, lower_v), strip_bytes, strict=False)]]
+            for _ in range(1, tiles):
+                steps = [builder.mul(strips_v, I64(bytes_)) for bytes_ in strip_bytes]
+                planes.append([e.at(pointer, step) for pointer, step in zip(planes[-1], steps, strict=True)])
             ahead_p = tile_of(sig.args[11], ahead_v, LINE * ahead_lines) if ahead_lines else None
             q_p = pointer_to(context, builder, sig.args[6], q_v, q_at_v)
             zero = e.constant(e.i32, 0)
             qo_p = pointer_to(context, builder, sig.args[9], qo_v, builder.mul(row_v, I64(2)) if kind == "int8" else row_v)
-            start = lambda i: e.load_splat(qo_p, 4 * i, e.i32) if kind == "int8" and i < count else zero  # noqa: E731
-            sums = Accumulators(e, e.i32, chains * count, start=start)
+            start = lambda i: e.load_splat(qo_p, 4 * (i % count), e.i32) if kind == "int8" and i < tiles * count else zero  # noqa: E731
+            sums = Accumulators(e, e.i32, chains * tiles * count, start=start)
             dot = e.dot_signed if kind == "int8" else e.dot_small
             with cgutils.for_range(builder, strips_v) as loop:
                 for line in range(ahead_lines):
                     e.prefetch(e.at(ahead_p, builder.add(builder.mul(loop.index, I64(LINE * ahead_lines)), I64(LINE * line))))
                 strip = e.at(q_p, builder.mul(loop.index, I64(count * LANES)))
                 for cell in range(4):
-                    of_cell = cell_of(e, planes, loop.index, cell)
+                    of_cell = [cell_of(e, of_tile, loop.index, cell) for of_tile in planes]
                     for i in range(count):
-                        slot = cell % chains * count + i
-                        sums.set(slot, dot(sums.get(slot), of_cell, e.load_splat(strip, LANES * i + 4 * cell, e.i8)))
-            whole = [sums.get(i) for i in range(count)]
-            for i in range(count, chains * count):
-                whole[i % count] = e.each(builder.add, whole[i % count], sums.get(i))
+                        x = e.load_splat(strip, LANES * i + 4 * cell, e.i8)
+                        for j in range(tiles):
+                            slot = (cell % chains * tiles + j) * count + i
+                            sums.set(slot, dot(sums.get(slot), of_cell[j], x))
+            whole = [sums.get(i) for i in range(tiles * count)]
+            for i in range(tiles * count, chains * tiles * count):
+                whole[i % (tiles * count)] = e.each(builder.add, whole[i % (tiles * count)], sums.get(i))
             qs_p = pointer_to(context, builder, sig.args[8], qs_v, row_v)
-            key_scale = e.load(pointer_to(context, builder, sig.args[2], scales_v, key), e.f32) if kind == "int8" else None
-            for r in range(rows):
-                product = e.to_float(two_pieces(e, *whole[2 * r : 2 * r + 2]) if pieces == 2 else whole[r])
+            key_scale = pointer_to(context, builder, sig.args[2], scales_v, key) if kind == "int8" else None
+            for j, r in ((j, r) for j in range(tiles) for r in range(rows)):
+                of_row = whole[j * count + pieces * r :][:pieces]
+                product = e.to_float(two_pieces(e, *of_row) if pieces == 2 else of_row[0])
                 row_scale = e.load_splat(qs_p, 4 * r, e.f32)
                 if key_scale is None:
                     score = e.fma(product, row_scale, e.load_splat(qo_p, 4 * r, e.f32))
                 else:
-                    score = e.each(builder.fmul, product, e.each(builder.fmul, key_scale, row_scale))
-                target = builder.add(s_at_v, builder.mul(step_v, I64(r)))
+                    score = e.each(builder.fmul, product, e.each(builder.fmul, e.load(key_scale, e.f32, 4 * LANES * j), row_scale))
+                target = builder.add(builder.add(s_at_v, I64(LANES * j)), builder.mul(step_v, I64(r)))
                 e.store(score, pointer_to(context, builder, sig.args[12], s_v, target))
             return context.get_dummy_value()
 

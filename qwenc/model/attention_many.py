@@ -52,10 +52,7 @@ def _attend_tokens(team, phase, shape, cache, sparse, b, rows, search, layer, to
         return run_all
 
     def run(team, phase, shape, cache, sparse, b, rows, search, layer, tokens, position):
-        if is_sparse(sparse, position + tokens):
-            attend_some(team, phase, shape, cache, sparse, b, rows, search[0], search[1], layer, tokens, position)
-        else:
-            attend_all(team, phase, shape, cache, b, rows, layer, tokens, position)
+        attend_some(team, phase, shape, cache, sparse, b, rows, search[0], search[1], layer, tokens, position)
 
     return run
 
@@ -113,7 +110,8 @@ def turn_heads(w, shape, b, layer, t, kv_head, cos, sin):
 # ---- the chosen blocks ------------------------------------------------------------------------------------------------------
 @helper
 def attend_some(team, phase, shape, cache, sparse, b, rows, sampled, choice, layer, tokens, position):
-    """Attention over chosen blocks. One piece of work: one kv head, a tile of tokens that shares a choice."""
+    """Attention over chosen blocks, or over the whole context where that is short. One piece of work: one kv head, a tile of tokens that
+    shares a choice."""
     first_tile = position // sparse.group
     tiles = (position + tokens - 1) // sparse.group - first_tile + 1
     item = claim(team, phase)

@@ -7,21 +7,21 @@ import math
 from qwenc.attention.select import Sparse
 from qwenc.settings import SPARSE_SCORES, Settings
 
-PREFILL_BREAK_EVEN = 2048  # tokens from which a choice of blocks pays in prefill, measured (docs/benchmarks.md)
+DECODE_BREAK_EVEN = 2  # times the kept keys: from there on a choice of blocks pays in decode, measured (docs/benchmarks.md)
+PREFILL_BREAK_EVEN = 2  # and in prefill
 PREFILL_GROUP = 64  # queries that share a choice
-LOOK_LEAST, LOOK_SHARE = 4, 3  # scanned after the first look: this many times the keys to keep, or one unit in so many
+LOOK_LEAST, LOOK_SHARE = 3, 5  # scanned after the first look: this many times the keys to keep, or one unit in so many
 MASS_LIMIT = 4  # with a target mass, at most this many times k blocks
 
 
 def make_sparse(settings: Settings, *, prefill: bool) -> Sparse:
     """The record that the kernels read, for prefill or for decode."""
     k = settings.sparse_k
-    from_keys = settings.sparse_min_ctx
-    mass = settings.sparse_mass
+    asked, break_even, mass = settings.sparse_min_ctx, DECODE_BREAK_EVEN, settings.sparse_mass
     if prefill:
         k = settings.sparse_pf_k or k
-        least = PREFILL_BREAK_EVEN if settings.sparse_pf_min_ctx is None else settings.sparse_pf_min_ctx
-        from_keys, mass = max(from_keys, least), 0.0
+        asked, break_even, mass = settings.sparse_pf_min_ctx, PREFILL_BREAK_EVEN, 0.0
+    from_keys = break_even * k * settings.sparse_block if asked is None else asked
     return Sparse(
         score=SPARSE_SCORES.index(settings.sparse_score),
         block=settings.sparse_block,
