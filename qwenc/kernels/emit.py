@@ -62,6 +62,11 @@ class Emitter:
         for i, part in enumerate(wide):
             self.b.store(part, self.b.bitcast(self.at(pointer, offset + i * step), part.type.as_pointer()), align=1)
 
+    def prefetch(self, pointer: Value, offset: int) -> None:
+        """Ask for the cache line at pointer + offset. It may lie beyond the array: that loads nothing and cannot fault."""
+        function = self._function("llvm.prefetch", ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+        self.b.call(function, [self.at(pointer, offset), I32(0), I32(3), I32(1)])  # to read, into every cache, data
+
     def load_half(self, pointer: Value) -> Wide:
         """16 half-precision numbers as float32."""
         lanes = self.level.vector_bytes // 4

@@ -12,7 +12,7 @@ import numpy as np
 from qwenc.attention.rows import new_rows
 from qwenc.kernels.jit import by_type, jit
 from qwenc.kernels.linear import linear_one, prepare, read_row, row_tiles
-from qwenc.kernels.pointwise import add_into, all_finite, copy_into, rms_norm, silu_mul
+from qwenc.kernels.pointwise import all_finite, rms_norm, silu_mul
 from qwenc.kernels.records import new_acts
 from qwenc.kernels.sync import agree_to_leave, barrier, chunk_of, claim, lap, leaving, now_ns
 from qwenc.model.attention_one import attend, new_choice_for
@@ -42,14 +42,14 @@ def decode_step(team, w, shape, cache, sparse, b, token, position, cos, sin):
         rms_norm(b.x, 0, w.input_norm, layer * shape.hidden_room, shape.hidden, shape.eps, normed, 0)
         prepare(w.qkv, normed, 0, acts, 1, 0)
         now = lap(team, NORM, now)
-        matrix_rows(team, phase, w.qkv, layer, acts, b.qkv, copy_into)
+        matrix_rows(team, phase, w.qkv, layer, acts, b.qkv, False)
         now = lap(team, QKV, now)
 
         now = attend(team, phase + 1, w, shape, cache, sparse, b, rows, choice, layer, position, cos, sin, now)
 
         prepare(w.o, b.attn, 0, acts, 1, 0)
         agree_to_leave(team)
-        matrix_rows(team, phase + 3, w.o, layer, acts, b.x, add_into)
+        matrix_rows(team, phase + 3, w.o, layer, acts, b.x, True)
         now = lap(team, OUT, now)
         if leaving(team):
             break
@@ -66,7 +66,7 @@ def decode_step(team, w, shape, cache, sparse, b, token, position, cos, sin):
     rms_norm(b.x, 0, w.final_norm, 0, shape.hidden, shape.eps, normed, 0)
     prepare(w.lm_head, normed, 0, acts, 1, 0)
     now = lap(team, NORM, now)
-    matrix_rows(team, phase, w.lm_head, 0, acts, b.logits, copy_into)
+    matrix_rows(team, phase, w.lm_head, 0, acts, b.logits, False)
     lap(team, LM_HEAD, now)
 
 
@@ -102,7 +102,7 @@ def _mlp_one(team, phase, gate_up, down, stack, normed, acts, b, now):
         barrier(team)
         now = lap(team, GATE_UP, now)
         prepare(down, b.ffn, 0, acts, 1, 0)
-        matrix_rows(team, phase + 1, down, stack, acts, b.x, add_into)
+        matrix_rows(team, phase + 1, down, stack, acts, b.x, True)
         return lap(team, DOWN, now)
 
     return run
