@@ -151,6 +151,22 @@ def leaving(team):
 
 
 @helper
+def piece_of(number, tiles, threads):
+    """[first, end) of the row tiles that claim `number` stands for; empty beyond the last. Every thread begins with a long run, since
+    memory is read best in long runs: half of its fair share. The next ones are half of what is left, and so on, so that uneven cores
+    end together."""
+    least = max(1, tiles // (32 * threads))
+    first = 0
+    size = max(least, tiles // (2 * threads))
+    while number >= threads and size > least:
+        first += threads * size
+        number -= threads
+        size = max(least, (tiles - first) // (2 * threads))
+    first += number * size
+    return min(first, tiles), min(first + size, tiles)
+
+
+@helper
 def chunk_of(tiles):
     """Row tiles per claim: small enough that uneven cores end together, large enough to read memory in long runs."""
     return max(1, tiles // 64)

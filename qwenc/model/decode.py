@@ -14,7 +14,7 @@ from qwenc.kernels.jit import by_type, jit
 from qwenc.kernels.linear import linear_one, prepare, read_row, row_tiles
 from qwenc.kernels.pointwise import all_finite, rms_norm, silu_mul
 from qwenc.kernels.records import new_acts
-from qwenc.kernels.sync import agree_to_leave, barrier, chunk_of, claim, lap, leaving, now_ns
+from qwenc.kernels.sync import agree_to_leave, barrier, claim, lap, leaving, now_ns, piece_of
 from qwenc.model.attention_one import attend, new_choice_for
 from qwenc.model.matrices import matrix_rows
 from qwenc.model.moe import experts_one
@@ -90,15 +90,14 @@ def _mlp_one(team, phase, gate_up, down, stack, normed, acts, b, now):
         prepare(gate_up, normed, 0, acts, 1, 0)
         now = lap(team, NORM, now)
         pairs = row_tiles(gate_up) // 2
-        chunk = chunk_of(pairs)
         sums = np.empty(32, np.float32)
-        first = claim(team, phase) * chunk
-        while first < pairs:
-            for pair in range(first, min(pairs, first + chunk)):
+        first, end = piece_of(claim(team, phase), pairs, team.threads)
+        while first < end:
+            for pair in range(first, end):
                 linear_one(gate_up, stack, 2 * pair, acts, 0, sums, 0)
                 linear_one(gate_up, stack, 2 * pair + 1, acts, 0, sums, 16)
                 silu_mul(sums, 0, 16, b.ffn, 16 * pair)
-            first = claim(team, phase) * chunk
+            first, end = piece_of(claim(team, phase), pairs, team.threads)
         barrier(team)
         now = lap(team, GATE_UP, now)
         prepare(down, b.ffn, 0, acts, 1, 0)

@@ -12,21 +12,20 @@ from qwenc.kernels.jit import allocating, helper
 from qwenc.kernels.linear import linear_many, linear_one, prepare, row_tiles
 from qwenc.kernels.pointwise import add_into, copy_into, rms_norm
 from qwenc.kernels.records import TILE
-from qwenc.kernels.sync import barrier, chunk_of, claim
+from qwenc.kernels.sync import barrier, chunk_of, claim, piece_of
 
 
 @allocating
 def matrix_rows(team, phase, w, stack, acts, out, add):
     """out [rows] = or += matrix · one prepared activation row."""
     tiles = row_tiles(w)
-    chunk = chunk_of(tiles)
     sums = np.empty(16, np.float32)
-    first = claim(team, phase) * chunk
-    while first < tiles:
-        for tile in range(first, min(tiles, first + chunk)):
+    first, end = piece_of(claim(team, phase), tiles, team.threads)
+    while first < end:
+        for tile in range(first, end):
             linear_one(w, stack, tile, acts, 0, sums, 0)
             deliver(sums, 0, out, 16 * tile, add)
-        first = claim(team, phase) * chunk
+        first, end = piece_of(claim(team, phase), tiles, team.threads)
     barrier(team)
 
 
