@@ -167,6 +167,12 @@ def piece_of(number, tiles, threads):
 
 
 @helper
+def next_piece(team, phase, tiles):
+    """[first, end) of the next run of row tiles of a phase that nobody has taken. The first run of each thread is that of its rank."""
+    return piece_of(team.threads + claim(team, phase), tiles, team.threads)
+
+
+@helper
 def chunk_of(tiles):
     """Row tiles per claim: small enough that uneven cores end together, large enough to read memory in long runs."""
     return max(1, tiles // 64)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import numpy as np
 
 from qwenc.kernels.jit import allocating, helper
-from qwenc.kernels.linear import linear_many, linear_one, prepare, row_tiles
+from qwenc.kernels.linear import fetch_rows, linear_many, linear_one, prepare, row_tiles
 from qwenc.kernels.pointwise import add_into, copy_into, rms_norm
 from qwenc.kernels.records import TILE
-from qwenc.kernels.sync import barrier, chunk_of, claim, piece_of
+from qwenc.kernels.sync import barrier, chunk_of, claim, next_piece, piece_of
 
 
 @allocating
@@ -20,13 +20,23 @@ def matrix_rows(team, phase, w, stack, acts, out, add):
     """out [rows] = or += matrix · one prepared activation row."""
     tiles = row_tiles(w)
     sums = np.empty(16, np.float32)
-    first, end = piece_of(claim(team, phase), tiles, team.threads)
+    first, end = piece_of(team.rank, tiles, team.threads)
     while first < end:
+        following = first, first
         for tile in range(first, end):
+            if tile == end - 1:
+                following = next_piece(team, phase, tiles)
+                fetch_rows(w, stack, following[0])
             linear_one(w, stack, tile, acts, 0, sums, 0)
             deliver(sums, 0, out, 16 * tile, add)
-        first, end = piece_of(claim(team, phase), tiles, team.threads)
+        first, end = following
     barrier(team)
+
+
+@helper
+def fetch_first(team, w, stack):
+    """Ask for what this thread will read first of a matrix, while it still prepares the activations."""
+    fetch_rows(w, stack, piece_of(team.rank, row_tiles(w), team.threads)[0])
 
 
 @allocating
