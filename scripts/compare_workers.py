@@ -116,12 +116,13 @@ class Qwenc:
 
     def __init__(self, model: str, threads: int, capacity: int, settings: dict[str, Any], **_: Any):
         import qwenc
+        from qwenc.attention.cache import bytes_per_token
 
         self.name = f"qwenc {qwenc.__version__}"
         self.engine = qwenc.load(model, threads=threads, ctx_size=capacity, **settings)
         self.session = self.engine.session(capacity)
-        cache: Any = self.session._sequence.cache
-        self.kv_bytes = sum(array[0].nbytes for array in cache) / 256  # a page holds 256 tokens
+        config = self.engine.config
+        self.kv_bytes = bytes_per_token(settings["kv"], config.num_hidden_layers, config.num_key_value_heads, config.padded_head_dim)
 
     @property
     def length(self) -> int:

@@ -25,6 +25,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 from stream_rate import stream_rate
 
 import qwenc
+from qwenc.attention.cache import bytes_per_token, cache_arrays
 from qwenc.model.records import ATTN, DOWN, GATE_UP, KV, LM_HEAD, NORM, OTHER_LOOP, OUT, QKV, ROPE
 
 ROWS = {
@@ -107,14 +108,15 @@ def fill(sequence: Any, depth: int) -> None:
     about speed, and takes minutes."""
     rng = np.random.default_rng(1)
     pages = -(-depth // 256)
-    for array in sequence.cache:
+    for array in cache_arrays(sequence.cache).values():
         for page in range(min(pages, len(array))):
-            if array.dtype in (np.int8, np.uint8):
-                array[page].reshape(-1).view(np.uint8)[:] = np.frombuffer(rng.bytes(array[page].size), np.uint8)
-                if array.dtype == np.int8:
-                    np.maximum(array[page], -127, out=array[page])
-            elif array.dtype == np.float32:
-                array[page] = rng.random(array[page].shape, np.float32) * 0.02
+            here = array[page]
+            if here.dtype == np.float32:
+                here[:] = rng.random(here.shape, np.float32) * 0.02
+            elif here.dtype == np.uint16:  # half-precision scales
+                here[:] = (rng.random(here.shape, np.float32) * 0.02).astype(np.float16).view(np.uint16)
+            else:
+                np.maximum(np.frombuffer(rng.bytes(here.nbytes), here.dtype).reshape(here.shape), -127 if here.dtype == np.int8 else 0, out=here)
     sequence.length = depth
 
 
@@ -135,8 +137,8 @@ def step_bytes(engine: qwenc.Engine, depth: int) -> dict[str, float]:
 
 def kv_bytes(engine: qwenc.Engine) -> int:
     """Bytes of one token in the cache, all layers."""
-    cache: Any = engine.session(1)._sequence.cache
-    return sum(array[0].nbytes for array in cache) // 256
+    config = engine.config
+    return bytes_per_token(engine.settings.kv, config.num_hidden_layers, config.num_key_value_heads, config.padded_head_dim)
 
 
 def step_products(engine: qwenc.Engine, depth: int) -> dict[str, float]:

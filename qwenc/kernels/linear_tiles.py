@@ -90,8 +90,8 @@ def make_linear(fmt: str, tokens: int) -> Any:
                 pointers = {name: e.at(base, builder.mul(loop.index, I64(step))) for name, (base, step) in bases.items()}
                 if tokens == 1:
                     for line in range(0, group_bytes, 64):
-                        e.prefetch(pointers["codes"], AHEAD + line)
-                    e.prefetch(pointers["scales"], AHEAD * 2 * LANES // group_bytes)
+                        e.prefetch(e.at(pointers["codes"], AHEAD + line), cache=1)
+                    e.prefetch(e.at(pointers["scales"], AHEAD * 2 * LANES // group_bytes), cache=1)
                 integers = sum_group(e, pointers.__getitem__, tokens)
                 weight_scale = e.load_half(pointers["scales"])
                 for t in range(tokens):

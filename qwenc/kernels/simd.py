@@ -94,7 +94,7 @@ def fetch(typingctx, array, index, size):
         pointer = pointer_to(context, builder, sig.args[0], array_v, index_v)
         e = Emitter(builder)
         with cgutils.for_range(builder, builder.udiv(size_v, I64(64))) as loop:
-            e.prefetch(e.at(pointer, builder.mul(loop.index, I64(64))), 0)
+            e.prefetch(e.at(pointer, builder.mul(loop.index, I64(64))), cache=1)
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.intp), codegen
