@@ -29,11 +29,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from compare_report import cpu_name, markdown
 from random_gguf import SHAPES
+
+HERE = Path(__file__).resolve().parent
 
 PEERS = ("llama", "ik")
 EXTRA = ("transformers", "openvino")
@@ -159,7 +160,7 @@ def run_rounds(args: argparse.Namespace, rows: list[Entry]) -> tuple[list[dict[s
                     sample["step_bytes"] = step_bytes(args.shape, bits, kv_bytes, depth)
                     tell(sample)
                     samples += [sample] if round_ else []
-        for row, worker, told in zip(rows, workers, opened, strict=True):
+        for row, worker in zip(rows, workers, strict=True):
             peak = worker.ask({"peak": True})["peak_rss"]
             for sample in samples:
                 if (sample["kind"], sample["kv"]) == (row.kind, row.kv):

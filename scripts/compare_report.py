@@ -18,7 +18,7 @@ def markdown(record: dict[str, Any]) -> str:
     lines = [
         f"Shape {record['shape']}, random weights: Q4_0 against qwenc `--wmode {record['wmode']}`; {machine['threads']} threads of "
         f"{machine['cpu']}; medians of {record['rounds']} alternating rounds (lowest to highest).",
-        f"Memory read by the same threads in the same rounds: median {statistics.median(rates):.1f} GB/s, {min(rates):.1f} to {max(rates):.1f}.",
+        f"Memory read by the same threads in the same rounds: {spread(rates)} GB/s.",
         "",
         *depth_table(record),
         "",

@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from stream_rate import stream_rate
 
@@ -116,7 +117,9 @@ def fill(sequence: Any, depth: int) -> None:
             elif here.dtype == np.uint16:  # half-precision scales
                 here[:] = (rng.random(here.shape, np.float32) * 0.02).astype(np.float16).view(np.uint16)
             else:
-                np.maximum(np.frombuffer(rng.bytes(here.nbytes), here.dtype).reshape(here.shape), -127 if here.dtype == np.int8 else 0, out=here)
+                np.maximum(
+                    np.frombuffer(rng.bytes(here.nbytes), here.dtype).reshape(here.shape), -127 if here.dtype == np.int8 else 0, out=here
+                )
     sequence.length = depth
 
 
@@ -146,7 +149,13 @@ def step_products(engine: qwenc.Engine, depth: int) -> dict[str, float]:
     weights, config = engine._model.decode_weights, engine.config
     pieces = 2 if engine.wmode == "q8" else 1
     found = {}
-    for name, matrix in (("qkv", weights.qkv), ("o", weights.o), ("gate_up", weights.gate_up), ("down", weights.down), ("lm_head", weights.lm_head)):
+    for name, matrix in (
+        ("qkv", weights.qkv),
+        ("o", weights.o),
+        ("gate_up", weights.gate_up),
+        ("down", weights.down),
+        ("lm_head", weights.lm_head),
+    ):
         found[name] = pieces * float(_count(matrix))
     if config.moe:
         share = config.moe.num_experts_per_tok / config.moe.num_experts

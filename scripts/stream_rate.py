@@ -99,7 +99,7 @@ def _pass(read: Callable[[np.ndarray, int], int], values: np.ndarray, threads: i
 
 
 def _huge_array(size: int) -> np.ndarray:
-    """`size` bytes, touched, on huge pages where the system gives them. A piece more than that is reserved behind: lines are asked for ahead."""
+    """`size` bytes, touched, on huge pages where the system gives them; a piece more is reserved behind them."""
     buffer = mmap.mmap(-1, size + PIECE)
     with contextlib.suppress(OSError, AttributeError):
         buffer.madvise(mmap.MADV_HUGEPAGE)

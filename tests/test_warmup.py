@@ -39,7 +39,7 @@ def test_the_command_says_what_it_did(monkeypatch):
     monkeypatch.setattr(warmup, "warm_up", lambda *arguments: asked.append(arguments) or (12.34, True))
     done = CliRunner().invoke(cli, ["warmup", "-m", "some/model", "--wmode", "q4", "--kv", "f32", "--offline"])
     assert done.exit_code == 0 and done.stdout == "" and "compiled in 12.3 s" in done.stderr
-    assert asked[0][:3] == ("some/model", False, {"wmode": "q4", "kv": "f32", "offline": True})
+    assert asked[0][:3] == ("some/model", False, {"wmode": "q4", "kv": "f32", "sparse_attn": False, "offline": True})
 
 
 def test_a_cache_that_cannot_be_written_is_an_error(monkeypatch):

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from qwenc.checkpoint.layout import TensorSpec, packed_tensors
-from qwenc.checkpoint.pages import prefer_large_pages
 from qwenc.checkpoint.packed_writer import ALIGN, NUMPY_DTYPES
+from qwenc.checkpoint.pages import prefer_large_pages
 from qwenc.checkpoint.safetensors_file import Header, SafetensorsFile
 from qwenc.config.model_config import ModelConfig
 from qwenc.errors import QwencError

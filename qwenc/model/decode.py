@@ -14,7 +14,7 @@ from qwenc.kernels.jit import by_type, jit
 from qwenc.kernels.linear import fetch_rows, linear_one, prepare, read_row, row_tiles
 from qwenc.kernels.pointwise import all_finite, rms_norm, silu_mul
 from qwenc.kernels.records import new_acts
-from qwenc.kernels.sync import agree_to_leave, barrier, claim, lap, leaving, next_piece, now_ns, piece_of
+from qwenc.kernels.sync import agree_to_leave, barrier, lap, leaving, next_piece, now_ns, piece_of
 from qwenc.model.attention_one import attend, new_choice_for
 from qwenc.model.matrices import fetch_first, matrix_rows
 from qwenc.model.moe import experts_one
