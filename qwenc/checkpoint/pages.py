@@ -11,13 +11,17 @@ import numpy as np
 
 from qwenc.machine.memory import available_memory
 
-SLICE = 32 << 20  # bytes asked for at once
+SLICE = 4 << 20  # bytes asked for at once: meanwhile no other thread can map memory
 POPULATE_READ = 22  # of Linux 5.14 on; the mmap module does not name it
-MOST_OF_MEMORY = 0.8  # a file larger than this part of what is available is read as it is needed: reading on would push out what was read
+# A file larger than this part of the available memory is read as it is needed, on pages of any size: reading on would push out what was
+# read, and where memory is nearly full, the system moves other pages about for each large one.
+MOST_OF_MEMORY = 0.5
 
 
 def prefer_large_pages(mapped: mmap.mmap) -> None:
-    """Ask for 2 MiB pages where the file is read from disk from now on: decode was 4 % quicker on them (docs/benchmarks.md)."""
+    """Ask for 2 MiB pages where the file is read from disk from now on: decode is quicker on them (docs/benchmarks.md)."""
+    if not _fits(len(mapped)):
+        return
     with contextlib.suppress(OSError, AttributeError):  # another system, or a kernel without them
         mapped.madvise(mmap.MADV_HUGEPAGE)
 
@@ -25,8 +29,7 @@ def prefer_large_pages(mapped: mmap.mmap) -> None:
 def read_ahead(data: np.ndarray) -> threading.Thread | None:
     """Bring the parts of a mapped file (`data`: its bytes) that are not in memory there, in a thread of its own, in order. None where that
     cannot be done or would not help. What is in memory already costs a look at one byte per page."""
-    available = available_memory()
-    if available is None or data.size > MOST_OF_MEMORY * available:
+    if not _fits(data.size):
         return None
     try:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -37,6 +40,11 @@ def read_ahead(data: np.ndarray) -> threading.Thread | None:
     thread = threading.Thread(target=_read, args=(libc, data), name="qwenc-read-ahead", daemon=True)
     thread.start()
     return thread
+
+
+def _fits(size: int) -> bool:
+    available = available_memory()
+    return available is not None and size <= MOST_OF_MEMORY * available
 
 
 def _read(libc: ctypes.CDLL, data: np.ndarray) -> None:
