@@ -13,6 +13,7 @@ import numpy as np
 
 from qwenc.checkpoint.locate import load_packed
 from qwenc.checkpoint.packed import Packed
+from qwenc.checkpoint.pages import read_ahead
 from qwenc.errors import QwencError, UsageError
 from qwenc.machine.cpus import choose_cpus
 from qwenc.machine.later import Later
@@ -64,6 +65,7 @@ class Engine:
         self.packed, self.settings, self.reporter = packed, replace(settings, wmode=self.wmode), reporter
         self.config = packed.config
         self.timings = Timings()  # of the generation that runs now or ran last
+        read_ahead(packed.data)
         reading = Later(lambda: _read_tokenizer(packed))  # in Rust, while this thread imports the compiler
         choice = choose_cpus(settings.threads)
         if choice.note:

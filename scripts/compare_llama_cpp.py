@@ -2,14 +2,16 @@
 """Compare qwenc with llama.cpp and ik_llama.cpp on this machine: same shape, random 4-bit weights, same threads, one run.
 
     pip install '.[bench]'
-    python scripts/compare_llama_cpp.py 0.6b --depths 0 512
+    python scripts/compare_llama_cpp.py 2b
 
-Each engine lives in a process of its own, and rounds alternate between them, so that a noisy neighbour meets all of them alike.
-Measured per KV type and depth (tokens already in the context): prefill of 512 tokens, and single decode steps. Besides: the rate at
-which the same threads read memory. Flash attention is on. Prints a Markdown table (median, and spread as lowest to highest round);
---json keeps all rounds.
+Each engine, with each type of KV cache, lives in a process of its own, and rounds alternate between them, so that a noisy neighbour meets
+all of them alike; so does the measurement of the rate at which the same threads read memory. Flash attention is on, weights are repacked.
+At every depth (tokens already in the context): single decode steps, then a prefill of 512 tokens. Besides, in fresh processes: the time
+to the first token of a 16-token prompt, everything included. A sample during which something else used the CPUs is taken again.
 
-The weights are written to --models-dir on first use. Engines may live in other Pythons: --llama-python, --ik-python, --qwenc-python.
+Prints Markdown: medians and their spread, the share of the memory rate that decode reaches (bytes that must be read / time / rate), and
+qwenc against the better of its peers; --json keeps every sample. The weights are written to --models-dir on first use. Engines may live
+in other Pythons: --llama-python, --ik-python, --qwenc-python, …
 """
 
 from __future__ import annotations
@@ -23,24 +25,44 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from compare_report import cpu_name, markdown
+from random_gguf import SHAPES
+
 HERE = Path(__file__).resolve().parent
-ENGINES = ("llama", "ik", "qwenc")
-QWENC_KV = {"f16": "f32", "q8_0": "q8"}
+
+PEERS = ("llama", "ik")
+EXTRA = ("transformers", "openvino")
+KINDS = (*PEERS, "qwenc", *EXTRA)
+BITS = {"q4": 4.5, "dual": 4.5, "q8": 8.5}  # that decode reads of a weight
+KV_BYTES = {"f16": 2.0, "q8_0": 34 / 32, "f32": 4.0}  # of one number
+STREAM_PASSES = 3
+
+
+@dataclass
+class Entry:
+    """One row of the table: an engine with a type of KV cache. options: what its worker is opened with."""
+
+    kind: str
+    kv: str
+    python: str
+    options: dict[str, Any]
 
 
 class Worker:
     """An engine in a process of its own, spoken to in JSON lines."""
 
-    def __init__(self, kind: str, python: str, options: dict[str, Any]):
+    def __init__(self, kind: str, python: str):
         self.kind = kind
         self.log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed with the worker)
-        code = f"import sys; sys.path.insert(0, {str(HERE)!r}); sys.path.insert(1, {str(HERE.parent)!r}); "
-        code += f"import compare_workers; compare_workers.serve({kind!r})"
-        self.process = subprocess.Popen([python, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True)
-        self.name = self.ask({"open": options})["name"]
+        code = f"import compare_workers; compare_workers.serve({kind!r})"
+        command = [python, "-c", f"{_paths()}; {code}"]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True)
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         assert self.process.stdin and self.process.stdout
@@ -63,6 +85,32 @@ class Worker:
         self.log.close()
 
 
+def _paths() -> str:
+    return f"import sys; sys.path[:0] = [{str(HERE)!r}, {str(HERE.parent)!r}]"
+
+
+# ---- what is compared -----------------------------------------------------------------------------------------------------
+def entries(args: argparse.Namespace) -> list[Entry]:
+    """The rows asked for; their weights are written first."""
+    args.models_dir.mkdir(parents=True, exist_ok=True)
+    capacity = max(args.depths) + max(args.prefill, args.decode + 1) + 16
+    common = {"threads": args.threads, "capacity": -(-capacity // 256) * 256, "shape": args.shape}
+    found = []
+    for kind in (*args.engines, *(extra for extra in EXTRA if getattr(args, extra))):
+        python = getattr(args, f"{kind}_python")
+        if kind == "qwenc":
+            model = str(need_packed(args))
+            for kv in args.qwenc_kv:
+                found.append(Entry(kind, kv, python, {"model": model, "settings": {"wmode": args.wmode, "kv": kv}, **common}))
+        elif kind in PEERS:
+            model = str(need_gguf(args))
+            found += [Entry(kind, kv, python, {"model": model, "kv": kv, **common}) for kv in args.kv]
+        else:
+            model = str((args.models_dir / f"{args.shape}-openvino-int4").resolve())
+            found.append(Entry(kind, "f32" if kind == "transformers" else "its own", python, {"model": model, **common}))
+    return found
+
+
 def need_gguf(args: argparse.Namespace) -> Path:
     path = args.models_dir / f"{args.shape}-q4_0.gguf"
     if not path.exists():
@@ -78,44 +126,69 @@ def need_packed(args: argparse.Namespace) -> Path:
     return path
 
 
-def open_workers(args: argparse.Namespace) -> dict[str, Worker]:
-    """Start the engines asked for. One row of the table each; qwenc's KV type is fixed when it loads, so it gets a worker per type."""
-    args.models_dir.mkdir(parents=True, exist_ok=True)
-    capacity = max(args.depths) + args.prefill + args.decode + 16
-    common = {"threads": args.threads, "capacity": -(-capacity // 256) * 256}
-    workers = {}
-    for kind in args.engines:
-        if kind == "qwenc":
-            for kv in args.kv:
-                settings = {"wmode": args.wmode, "kv": QWENC_KV[kv]}
-                options = {"model": str(need_packed(args)), "settings": settings, **common}
-                workers[f"qwenc/{kv}"] = Worker(kind, args.qwenc_python, options)
-        else:
-            python = args.llama_python if kind == "llama" else args.ik_python
-            workers[kind] = Worker(kind, python, {"model": str(need_gguf(args)), **common})
-    return workers
+def step_bytes(shape: str, bits: float, kv_bytes: float | None, depth: int) -> float | None:
+    """What one decode step must read; kv_bytes: of one token, all layers."""
+    if kv_bytes is None:
+        return None
+    s = SHAPES[shape]
+    attention = s.hidden * s.head_dim * (2 * s.heads + 2 * s.kv_heads)
+    weights = s.layers * (attention + 3 * s.hidden * s.ffn) + s.vocab * s.hidden
+    return weights * bits / 8 + depth * kv_bytes
 
 
-def run_rounds(args: argparse.Namespace, workers: dict[str, Worker]) -> list[dict[str, Any]]:
-    """Every measurement of every round, in the order taken. The first round warms up and is thrown away."""
-    samples = []
-    for round_ in range(args.rounds + 1):
-        for kv in args.kv:
+# ---- depths ---------------------------------------------------------------------------------------------------------------
+def run_rounds(args: argparse.Namespace, rows: list[Entry]) -> tuple[list[dict[str, Any]], list[float]]:
+    """(samples of every round in the order taken, stream rates in GB/s). The first round warms up and is thrown away."""
+    workers = [Worker(row.kind, row.python) for row in rows]
+    stream = Worker("stream", args.qwenc_python)
+    samples: list[dict[str, Any]] = []
+    rates: list[float] = []
+    try:
+        opened = [worker.ask({"open": row.options}) for worker, row in zip(workers, rows, strict=True)]
+        for round_ in range(args.rounds + 1):
             for depth in args.depths:
-                for key, worker in workers.items():
-                    if "/" in key and not key.endswith(f"/{kv}"):
-                        continue
-                    request = {"depth": depth, "kv": kv, "prefill": args.prefill, "decode": args.decode}
-                    wait_until_quiet(args.wait_quiet)
-                    answer = worker.ask(request)
-                    sample = {"round": round_, "engine": worker.name, "kv": QWENC_KV[kv] if worker.kind == "qwenc" else kv, "depth": depth}
-                    sample["prefill_tok_s"] = args.prefill / answer["prefill_s"][0]
-                    sample["decode_tok_s"] = 1 / statistics.median(answer["step_s"])
-                    print(f"round {round_} {sample['engine']} {kv} depth {depth}: prefill {sample['prefill_tok_s']:.1f}, "
-                          f"decode {sample['decode_tok_s']:.2f} tok/s", file=sys.stderr, flush=True)  # fmt: skip
-                    if round_ > 0:
-                        samples.append({**sample, "asked_kv": kv})
-    return samples
+                rate = stream.ask({"stream": STREAM_PASSES, "threads": args.threads})["rates"]
+                rates += rate if round_ else []
+                for row, worker, told in zip(rows, workers, opened, strict=True):
+                    sample = {"round": round_, "engine": told["name"], "kind": row.kind, "kv": row.kv, "depth": depth}
+                    sample |= take(args, worker, depth) | {"stream_gb_s": statistics.median(rate)}
+                    kv_bytes = told["kv_bytes"]
+                    if kv_bytes is None and row.kv in KV_BYTES:
+                        s = SHAPES[args.shape]
+                        kv_bytes = 2 * KV_BYTES[row.kv] * s.layers * s.kv_heads * s.head_dim
+                    bits = {"transformers": 32.0, "openvino": 4.125}.get(row.kind, BITS[args.wmode] if row.kind == "qwenc" else 4.5)
+                    sample["step_bytes"] = step_bytes(args.shape, bits, kv_bytes, depth)
+                    tell(sample)
+                    samples += [sample] if round_ else []
+        for row, worker in zip(rows, workers, strict=True):
+            peak = worker.ask({"peak": True})["peak_rss"]
+            for sample in samples:
+                if (sample["kind"], sample["kv"]) == (row.kind, row.kv):
+                    sample["peak_rss"] = peak
+    finally:
+        for worker in (*workers, stream):
+            worker.close()
+    return samples, rates
+
+
+def take(args: argparse.Namespace, worker: Worker, depth: int) -> dict[str, Any]:
+    """One sample, taken again (at most --retries times) when something else used more than 5 % of the CPUs meanwhile."""
+    for attempt in range(args.retries + 1):
+        wait_until_quiet(args.wait_quiet)
+        before, own = cpu_times(), own_ticks(worker)
+        answer = worker.ask({"depth": depth, "prefill": args.prefill, "decode": args.decode})
+        busy, total = (now - then for now, then in zip(cpu_times(), before, strict=True))
+        foreign = max(0.0, (busy - (own_ticks(worker) - own)) / max(1, total))
+        if foreign <= 0.05 or attempt == args.retries:
+            break
+    steps = answer["step_s"]
+    return {"prefill_tok_s": args.prefill / answer["prefill_s"], "decode_tok_s": 1 / statistics.median(steps), "foreign_cpu": foreign}
+
+
+def tell(sample: dict[str, Any]) -> None:
+    text = f"round {sample['round']} depth {sample['depth']} {sample['engine']} {sample['kv']}: prefill {sample['prefill_tok_s']:.1f}, "
+    text += f"decode {sample['decode_tok_s']:.2f} tok/s, memory {sample['stream_gb_s']:.1f} GB/s"
+    print(text + (f", others used {sample['foreign_cpu']:.0%}" if sample["foreign_cpu"] > 0.05 else ""), file=sys.stderr, flush=True)
 
 
 def wait_until_quiet(limit: float) -> None:
@@ -130,89 +203,101 @@ def wait_until_quiet(limit: float) -> None:
 
 
 def cpu_times() -> tuple[int, int]:
-    """(busy, all) clock ticks of all CPUs since boot."""
-    ticks = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    """(busy, all) clock ticks of all CPUs since boot; zeros where the system does not tell."""
+    try:
+        ticks = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    except OSError:
+        return 0, 0
     return sum(ticks) - ticks[3] - ticks[4], sum(ticks)  # all but idle and iowait
 
 
-def cell(values: list[float], base: float | None) -> str:
-    """`median (lowest to highest) ×ratio`."""
-    text = f"{statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
-    return text if base is None else f"{text} ×{statistics.median(values) / base:.2f}"
-
-
-def markdown(args: argparse.Namespace, samples: list[dict[str, Any]], rates: list[float]) -> str:
-    """The table. Ratios are against the first engine's median in the same setting."""
-    groups: dict[tuple[str, int], dict[tuple[str, str], list[dict[str, Any]]]] = {}
-    for sample in samples:
-        row = groups.setdefault((sample["asked_kv"], sample["depth"]), {}).setdefault((sample["engine"], sample["kv"]), [])
-        row.append(sample)
-    lines = [
-        f"Shape {args.shape}, random weights: Q4_0 against qwenc `--wmode {args.wmode}`.",
-        f"{args.threads} threads of {cpu_name()}, {args.rounds} rounds.",
-        f"Memory read by the same threads: median {statistics.median(rates):.1f} GB/s, best {max(rates):.1f}.",
-        "",
-        f"| depth | KV | engine | prefill {args.prefill}, tok/s | decode, tok/s |",
-        "|--:|---|---|--:|--:|",
-    ]
-    for (_, depth), rows in groups.items():
-        base: dict[str, float] = {}
-        for (engine, kv), row in rows.items():
-            cells = []
-            for field in ("prefill_tok_s", "decode_tok_s"):
-                values = [sample[field] for sample in row]
-                cells.append(cell(values, base.get(field)))
-                base.setdefault(field, statistics.median(values))
-            lines.append(f"| {depth} | {kv} | {engine} | {cells[0]} | {cells[1]} |")
-    return "\n".join(lines)
-
-
-def cpu_name() -> str:
+def own_ticks(worker: Worker) -> int:
+    """Clock ticks that the worker has used."""
     try:
-        text = Path("/proc/cpuinfo").read_text()
-        return next(line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+        fields = Path(f"/proc/{worker.process.pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return int(fields[11]) + int(fields[12])
+
+
+# ---- start-up -------------------------------------------------------------------------------------------------------------
+def run_starts(args: argparse.Namespace, rows: list[Entry]) -> list[dict[str, Any]]:
+    """Whole lives of fresh processes, alternating: seconds until the first token of a 16-token prompt, and peak memory."""
+    commands: dict[str, list[str]] = {}
+    for row in rows:
+        if row.kind in (*PEERS, "qwenc") and row.kind not in commands:
+            options = json.dumps({**row.options, "prompt": 16, "capacity": 256})
+            code = f"{_paths()}; import compare_workers; compare_workers.first_token({row.kind!r}, {options!r})"
+            commands[row.kind] = [row.python, "-c", code]
+            if row.kind == "qwenc" and args.tokenizer:
+                path = args.models_dir / f"{args.shape}-{args.wmode}-tokenizer.qwenc"
+                if not path.exists():
+                    make = [row.python, str(HERE / "make_random_packed.py"), args.shape, str(path), "--wmode", args.wmode]
+                    subprocess.run([*make, "--tokenizer", str(args.tokenizer)], check=True, stdout=sys.stderr)
+                run = ["-q", "--raw", "--ignore-eos", "-n", "8", "-t", str(args.threads), "-m", str(path), PROMPT]
+                commands["qwenc command"] = [row.python, str(HERE.parent / "cli.py"), *run]
+    found = []
+    for round_ in range(args.rounds + 1):
+        for kind, command in commands.items():
+            wait_until_quiet(args.wait_quiet)
+            began = time.perf_counter()
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+            assert process.stdout
+            first = process.stdout.read(1)
+            seconds = time.perf_counter() - began
+            process.stdout.read()
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+            if not first or process.returncode:
+                raise SystemExit(f"{kind} said nothing (exit {process.returncode}): {' '.join(command)}")
+            if round_:
+                found.append({"kind": kind, "first_token_s": seconds, "peak_rss": 1024 * usage.ru_maxrss})
+    return found
+
+
+PROMPT = "The quick brown fox jumps over the lazy dog and then runs far away into the"  # 16 tokens of Qwen3's tokenizer
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape", choices=("0.6b", "2b"))
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), help="default: all three")
-    parser.add_argument("--depths", nargs="+", type=int, default=[0, 512], metavar="N")
-    parser.add_argument(
-        "--kv", nargs="+", choices=tuple(QWENC_KV), default=list(QWENC_KV), help="qwenc answers f16 with f32, q8_0 with its q8"
-    )
-    parser.add_argument("--wmode", choices=("q4", "q8", "dual"), default="q4", help="qwenc's weight format (default q4)")
+    parser.add_argument("shape", choices=tuple(SHAPES))
+    parser.add_argument("--engines", nargs="+", choices=(*PEERS, "qwenc"), default=[*PEERS, "qwenc"], help="default: all three")
+    parser.add_argument("--transformers", action="store_true", help="transformers in float32, too")
+    parser.add_argument("--openvino", action="store_true", help="OpenVINO with int4 weights in groups of 128, too (needs optimum-intel)")
+    parser.add_argument("--depths", nargs="+", type=int, default=[0, 512, 2048, 4096], metavar="N", help="default 0 512 2048 4096")
+    parser.add_argument("--long", action="store_true", help="depths 8192 and 16384 as well")
+    parser.add_argument("--kv", nargs="+", choices=("f16", "q8_0"), default=["f16", "q8_0"], help="KV types of the peers (default both)")
+    parser.add_argument("--qwenc-kv", nargs="+", default=["q8"], metavar="KV", help="KV types of qwenc (default q8: exact int8)")
+    parser.add_argument("--wmode", choices=tuple(BITS), default="q4", help="qwenc's weight format (default q4)")
     parser.add_argument("--prefill", type=int, default=512, metavar="N", help="tokens per prefill (default 512)")
     parser.add_argument("--decode", type=int, default=32, metavar="N", help="timed decode steps (default 32)")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--no-start", action="store_true", help="leave out the start-up of whole processes")
+    parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="time qwenc's command too, with the tokenizer.json of this folder")
+    parser.add_argument("--retries", type=int, default=2, metavar="N", help="how often a disturbed sample is taken again (default 2)")
     parser.add_argument(
         "--wait-quiet", type=float, default=0, metavar="S", help="before each measurement, wait up to S s for an idle machine"
     )
     parser.add_argument("-t", "--threads", type=int, default=2)
     parser.add_argument("--models-dir", type=Path, default=Path("models"))
-    for kind in ENGINES:
+    for kind in KINDS:
         parser.add_argument(f"--{kind}-python", default=sys.executable, metavar="PYTHON")
     parser.add_argument("--json", type=Path, metavar="OUT")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.depths = sorted({*args.depths, *((8192, 16384) if args.long else ())})
+    return args
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
-    stream = [args.qwenc_python, "-c", f"import sys, json; sys.path.insert(0, {str(HERE)!r}); import stream_rate; "
-              f"print(json.dumps(stream_rate.stream_rate({args.threads})))"]  # fmt: skip
-    rates = json.loads(subprocess.run(stream, check=True, capture_output=True, text=True).stdout)
-    workers = open_workers(args)
-    try:
-        samples = run_rounds(args, workers)
-    finally:
-        for worker in workers.values():
-            worker.close()
-    print(markdown(args, samples, rates))
+    rows = entries(args)
+    samples, rates = run_rounds(args, rows)
+    starts = [] if args.no_start else run_starts(args, rows)
+    machine = {"cpu": cpu_name(), "cpus": os.cpu_count(), "threads": args.threads, "system": platform.platform()}
+    record = {"shape": args.shape, "wmode": args.wmode, "prefill": args.prefill, "rounds": args.rounds, "machine": machine}
+    record |= {"stream_gb_s": rates, "samples": samples, "starts": starts}
+    print(markdown(record))
     if args.json:
-        machine = {"cpu": cpu_name(), "cpus": os.cpu_count(), "threads": args.threads}
-        record = {"shape": args.shape, "wmode": args.wmode, "machine": machine, "stream_gb_s": rates, "samples": samples}
         args.json.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -16,8 +16,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from qwenc.checkpoint.layout import FORMATS, Matrix, matrices, packed_tensors, plain_tensors
-from qwenc.checkpoint.packed import FORMAT, VERSION
+from qwenc.checkpoint.layout import FORMATS, Matrix, TensorSpec, matrices, packed_tensors, plain_tensors
+from qwenc.checkpoint.packed import FORMAT, TOKENIZER, VERSION
 from qwenc.checkpoint.packed_writer import PackedWriter
 from qwenc.config.model_config import ModelConfig
 from qwenc.errors import QwencError
@@ -60,24 +60,32 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--wmode", choices=("q4", "q8", "dual"), default="q4")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="put the tokenizer.json of this folder into the file")
     args = parser.parse_args()
     try:
-        write_random(SHAPES[args.shape], args.out, args.wmode, args.seed)
+        write_random(SHAPES[args.shape], args.out, args.wmode, args.seed, args.tokenizer)
     except QwencError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
 
 
-def write_random(config_json: dict, out: Path, wmode: str, seed: int) -> None:
-    """Writes `out` with weights of standard deviation 1/sqrt(K) and norms of one: activations then stay finite through any depth."""
+def write_random(config_json: dict, out: Path, wmode: str, seed: int, tokenizer: Path | None = None) -> None:
+    """Writes `out` with weights of standard deviation 1/sqrt(K) and norms of one: activations then stay finite through any depth.
+    `tokenizer`: a folder with tokenizer.json and tokenizer_config.json."""
     config = ModelConfig.from_dict(config_json)
     tensors = packed_tensors(config, wmode)
     rng = np.random.Generator(np.random.SFC64(seed))
     metadata = {"format": FORMAT, "version": VERSION, "wmode": wmode, "config": json.dumps(config_json)}
     metadata |= {"source": f"random weights, seed {seed}", "source_hash": "random"}
+    if tokenizer is not None:
+        words = np.frombuffer((tokenizer / "tokenizer.json").read_bytes(), np.uint8)
+        tensors[TOKENIZER] = TensorSpec("U8", words.shape)
+        metadata["tokenizer_config"] = (tokenizer / "tokenizer_config.json").read_text(encoding="utf-8")
     with PackedWriter(out, tensors, metadata) as writer:
         print(f"{out}: {writer.file_bytes / 1e9:.2f} GB", file=sys.stderr)
+        if tokenizer is not None:
+            writer.write(TOKENIZER, (), words)
         for name, spec in plain_tensors(config).items():
             values = np.ones(spec.shape, np.float32)
             if name == "router":

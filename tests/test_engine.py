@@ -356,3 +356,13 @@ def test_settings_default_to_what_a_packed_file_holds(tmp_path):
     with pytest.raises(qwenc.QwencError, match="q4"):
         qwenc.load(tmp_path / "m.qwenc", wmode="q8")
     assert Settings().wmode is None
+
+
+def test_compiled_steps_are_kept():
+    """A step that holds an address cannot be cached: then every run compiles for half a minute."""
+    from qwenc.kernels.jit import CACHE_DIR
+
+    with qwenc.load(GOLDENS / "llama-smol", wmode="q8") as engine:
+        engine.session(8).compile()
+    kept = {path.name.split("-")[0] for path in CACHE_DIR.glob("*.nbc")}
+    assert {"decode.decode_step", "prefill.prefill_step"} <= kept

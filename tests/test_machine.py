@@ -78,7 +78,7 @@ def test_more_threads_than_there_are(tmp_path):
 def test_the_tightest_cgroup_counts(tmp_path, monkeypatch):
     from qwenc.machine import cpus
 
-    monkeypatch.setattr(cpus, "_own_cgroups", lambda: {"": "/a.slice/b.service"})
+    monkeypatch.setattr(cpus, "own_cgroups", lambda: {"": "/a.slice/b.service"})
     for path, limit in (("", "max 100000"), ("a.slice", "50000 100000"), ("a.slice/b.service", "max 100000")):
         (tmp_path / path).mkdir(exist_ok=True)
         (tmp_path / path / "cpu.max").write_text(limit)

@@ -11,6 +11,7 @@ import numpy as np
 
 from qwenc.checkpoint.layout import TensorSpec, packed_tensors
 from qwenc.checkpoint.packed_writer import ALIGN, NUMPY_DTYPES
+from qwenc.checkpoint.pages import prefer_large_pages
 from qwenc.checkpoint.safetensors_file import Header, SafetensorsFile
 from qwenc.config.model_config import ModelConfig
 from qwenc.errors import QwencError
@@ -23,7 +24,8 @@ TOKENIZER = "tokenizer.json"  # name of the U8 tensor
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A packed checkpoint. `tensors` are read-only views of the map, F16 as uint16; the contract in docs/architecture.md names them."""
+    """A packed checkpoint. `tensors` are read-only views of the map, F16 as uint16; the contract in docs/architecture.md names them.
+    data: all bytes of the file, uint8."""
 
     path: Path
     metadata: dict[str, str]
@@ -35,6 +37,7 @@ class Packed:
     wmode: str
     tensors: dict[str, np.ndarray]
     file_bytes: int
+    data: np.ndarray
 
     @property
     def tokenizer_json(self) -> bytes | None:
@@ -65,7 +68,7 @@ def open_packed(path: str | Path) -> Packed:
         config_json = _json_object(path, metadata, "config")
         config = ModelConfig.from_dict(config_json, f"{path}: config")
         _check_tensors(path, header, packed_tensors(config, wmode))
-        tensors = _map_tensors(path, header)
+        tensors, data = _map_tensors(path, header)
     return Packed(
         path=path,
         metadata=metadata,
@@ -77,6 +80,7 @@ def open_packed(path: str | Path) -> Packed:
         wmode=wmode,
         tensors=tensors,
         file_bytes=header.file_bytes,
+        data=data,
     )
 
 
@@ -102,7 +106,7 @@ def _check_tensors(path: Path, header: Header, expected: dict[str, TensorSpec]) 
             raise QwencError(f"{path}: is damaged: {name} is not aligned to {ALIGN} bytes")
 
 
-def _map_tensors(path: Path, header: Header) -> dict[str, np.ndarray]:
+def _map_tensors(path: Path, header: Header) -> tuple[dict[str, np.ndarray], np.ndarray]:
     try:
         with open(path, "rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -110,6 +114,7 @@ def _map_tensors(path: Path, header: Header) -> dict[str, np.ndarray]:
         raise QwencError(f"{path}: cannot be mapped: {error}") from None
     if len(mapped) != header.file_bytes:
         raise QwencError(f"{path}: changed while it was opened")
+    prefer_large_pages(mapped)
     tensors = {}
     for name, info in header.tensors.items():
         if name.startswith("pad.") or info.dtype not in NUMPY_DTYPES:
@@ -117,4 +122,4 @@ def _map_tensors(path: Path, header: Header) -> dict[str, np.ndarray]:
         dtype = NUMPY_DTYPES[info.dtype]
         flat = np.frombuffer(mapped, dtype, info.nbytes // dtype.itemsize, info.offset)
         tensors[name] = flat.reshape(info.shape)
-    return tensors
+    return tensors, np.frombuffer(mapped, np.uint8)

@@ -52,6 +52,8 @@ class PackedWriter:
             return
         try:
             os.fsync(self._fd)
+            if hasattr(os, "posix_fadvise"):  # read again, it comes on large pages (checkpoint/pages.py); as it was written, on small ones
+                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
             os.replace(self._temp, self.path)
         except BaseException as error:
             self._abandon()

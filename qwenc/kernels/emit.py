@@ -82,11 +82,11 @@ class Emitter:
         sign = b.shl(b.and_(bits, c(self.i32, 0x8000)), c(self.i32, 16))
         return b.bitcast(b.or_(finite_or_not, sign), self.f32)
 
-    def prefetch(self, pointer: Value) -> None:
-        """Ask for the cache line at `pointer`, which may lie anywhere, to be in the second-level cache soon."""
+    def prefetch(self, pointer: Value, cache: int = 2) -> None:
+        """Ask for the cache line at `pointer`, which may lie anywhere, to be in the second-level (or first-level) cache soon."""
         kinds = [I8.as_pointer(), I32, I32, I32]
         function = cgutils.get_or_insert_function(self.b.module, ir.FunctionType(ir.VoidType(), kinds), "llvm.prefetch.p0i8")
-        self.b.call(function, [pointer, I32(0), I32(2), I32(1)])  # read, level 2, data
+        self.b.call(function, [pointer, I32(0), I32(4 - cache), I32(1)])  # to read, level, data
 
     # ---- constants and broadcasts --------------------------------------------------------------------------------------
     def _splat_constant(self, kind: ir.VectorType, value: float) -> Value:

@@ -128,12 +128,18 @@ _on_compile: Callable[[], None] = lambda: None  # noqa: E731
 
 @contextmanager
 def compiling(told: Callable[[], None]) -> Iterator[None]:
-    """While inside, `told` is called whenever a kernel is not in the cache and has to be compiled."""
+    """While inside, `told` is called whenever a kernel is not in the cache and has to be compiled; so is that of an outer one."""
     global _on_compile
-    before, _on_compile = _on_compile, told
+    before = _on_compile
+
+    def tell() -> None:
+        told()
+        before()
+
+    _on_compile = tell
     try:
         if CACHE_DIR is None:
-            told()
+            tell()
         yield
     finally:
         _on_compile = before

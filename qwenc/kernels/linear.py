@@ -7,7 +7,7 @@ from numba import types
 
 from qwenc.kernels import simd
 from qwenc.kernels.jit import by_type, helper
-from qwenc.kernels.linear_tiles import GROUP, PIECES_TOP, make_linear, make_linear_f32
+from qwenc.kernels.linear_tiles import AHEAD, GROUP, PIECES_TOP, make_linear, make_linear_f32
 from qwenc.kernels.records import F32, Q4, Q8, TILE, Q8Fast
 
 linear_q4_one, linear_q4_many = make_linear("q4", 1), make_linear("q4", TILE)
@@ -40,6 +40,25 @@ def linear_one(w, stack, tile, acts, token, out, out_at):
 def linear_many(w, stack, tile, acts, token, out, out_at):
     """out[out_at + 16·t + row] for the TILE tokens of token tile number `token`, prepared with tokens=TILE."""
     raise NotImplementedError("runs in compiled code only")
+
+
+def fetch_rows(w, stack, tile):
+    """Ask for the beginning of row tile `tile`, before `linear_one` reads it: the first load of a run would wait for memory."""
+    raise NotImplementedError("runs in compiled code only")
+
+
+@by_type(fetch_rows)
+def _fetch_rows(w, stack, tile):
+    if _is(w, F32):
+        return lambda w, stack, tile: simd.fetch(w.values, (stack * w.values.shape[1] + tile) * w.values.shape[2] * 16, AHEAD)
+
+    def run(w, stack, tile):
+        groups, size = w.codes.shape[2], w.codes.shape[3]
+        at = (stack * w.codes.shape[1] + tile) * groups
+        simd.fetch(w.codes, at * size, AHEAD)
+        simd.fetch(w.scales, at * 16, AHEAD * 32 // size)
+
+    return run
 
 
 def _quantised(kernel):

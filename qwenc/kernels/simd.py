@@ -86,6 +86,21 @@ def load(typingctx, array, index):
 
 
 @intrinsic
+def fetch(typingctx, array, index, size):
+    """Ask for `size` bytes from element `index` of an array on, a multiple of 64. They may lie beyond its end."""
+
+    def codegen(context, builder, sig, values):
+        array_v, index_v, size_v = values
+        pointer = pointer_to(context, builder, sig.args[0], array_v, index_v)
+        e = Emitter(builder)
+        with cgutils.for_range(builder, builder.udiv(size_v, I64(64))) as loop:
+            e.prefetch(e.at(pointer, builder.mul(loop.index, I64(64))), cache=1)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.intp), codegen
+
+
+@intrinsic
 def store(typingctx, array, index, vector):
     """Write 16 floats at element `index` of a float32 array."""
 

@@ -1,11 +1,13 @@
 """How the threads of a team work together inside one compiled step: a barrier, a work counter, a clock.
 
 A barrier costs a fraction of a microsecond while all threads run. A thread that waits longer (a busy neighbour, more threads than
-cores) gives its core away instead of spinning on.
+cores) sleeps until the last one comes, where the system is Linux; elsewhere it lets others run. Sleeping is better: who yields waits for
+a whole time slice of its neighbour, who sleeps is woken at once.
 """
 
 from __future__ import annotations
 
+import platform
 import sys
 
 import numpy as np
@@ -19,11 +21,16 @@ from qwenc.kernels.jit import helper
 from qwenc.kernels.level import ARM, LEVEL
 from qwenc.kernels.simd import pointer_to
 
-SPINS = 2000  # looks at the barrier before the thread yields: about 30 µs
+SPINS = 2000  # looks at the barrier before the thread sleeps: about 30 µs
 # slots of the sync array, a cache line apart. STOP: the caller asks to leave; LEAVING: rank 0 has agreed; BROKEN: a thread is gone,
 # nobody waits any more
-ARRIVED, GENERATION, STOP, LEAVING, BROKEN = 0, 8, 16, 24, 32
-SYNC_SLOTS = 40
+# SLEEPERS: threads that the last one to arrive has to wake
+ARRIVED, GENERATION, STOP, LEAVING, BROKEN, SLEEPERS = 0, 8, 16, 24, 32, 40
+SYNC_SLOTS = 48
+# number of the system call futex, by machine; None: sched_yield instead
+FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine()) if sys.platform == "linux" and sys.maxsize > 2**32 else None
+FUTEX_WAIT, FUTEX_WAKE = 128, 129  # among threads of one process
+NAP_NS = 50_000_000  # a sleeping thread looks this often whether another one is gone
 CLOCK_MONOTONIC = 6 if sys.platform == "darwin" else 1
 
 
@@ -73,15 +80,38 @@ def relax(typingctx):
 
 
 @intrinsic
-def yield_core(typingctx):
-    """Let another thread have this core (sched_yield)."""
+def sleep_while(typingctx, array, index, value):
+    """Sleep while an int64 slot holds `value`, at most NAP_NS; may return early."""
 
     def codegen(context, builder, sig, values):
-        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(I32, []), "sched_yield")
-        builder.call(function, [])
+        if FUTEX is None:
+            builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(I32, []), "sched_yield"), [])
+        else:  # it compares the low 32 bits, the first ones on the machines named above
+            nap = cgutils.alloca_once_value(builder, ir.Constant(ir.ArrayType(I64, 2), [0, NAP_NS]))
+            word = _word(context, builder, sig.args[0], values[0], values[1])
+            _futex(builder, word, FUTEX_WAIT, values[2], builder.ptrtoint(nap, I64))
         return context.get_dummy_value()
 
-    return types.void(), codegen
+    return types.void(array, types.intp, types.int64), codegen
+
+
+@intrinsic
+def wake_all(typingctx, array, index):
+    """Wake every thread that sleeps on a slot."""
+
+    def codegen(context, builder, sig, values):
+        if FUTEX is not None:
+            _futex(builder, _word(context, builder, sig.args[0], *values), FUTEX_WAKE, I64(2**31 - 1), I64(0))
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), codegen
+
+
+def _futex(builder, word, operation, value, timeout):
+    kind = ir.FunctionType(I64, [I64] * 7)
+    function = cgutils.get_or_insert_function(builder.module, kind, "syscall")
+    address = builder.ptrtoint(word, I64)
+    builder.call(function, [I64(FUTEX), address, I64(operation), builder.and_(value, I64(2**32 - 1)), timeout, I64(0), I64(0)])
 
 
 @intrinsic
@@ -107,6 +137,8 @@ def barrier(team):
     if fetch_add(team.sync, ARRIVED, 1) == team.threads - 1:
         fetch_add(team.sync, ARRIVED, -team.threads)
         fetch_add(team.sync, GENERATION, 1)
+        if fetch_add(team.sync, SLEEPERS, 0) > 0:
+            wake_all(team.sync, GENERATION)
         return
     looks = 0
     while read_acquire(team.sync, GENERATION) == generation:
@@ -116,7 +148,9 @@ def barrier(team):
         elif read_acquire(team.sync, BROKEN) != 0:
             return
         else:
-            yield_core()
+            fetch_add(team.sync, SLEEPERS, 1)  # before it looks again: the last one to arrive sees either this or a sleeper
+            sleep_while(team.sync, GENERATION, generation)
+            fetch_add(team.sync, SLEEPERS, -1)
 
 
 @helper
@@ -148,6 +182,28 @@ def agree_to_leave(team):
 def leaving(team):
     """Whether all threads leave the step now."""
     return read_acquire(team.sync, LEAVING) != 0
+
+
+@helper
+def piece_of(number, tiles, threads):
+    """[first, end) of the row tiles that claim `number` stands for; empty beyond the last. Every thread begins with a long run, since
+    memory is read best in long runs: half of its fair share. The next ones are half of what is left, and so on, so that uneven cores
+    end together."""
+    least = max(1, tiles // (32 * threads))
+    first = 0
+    size = max(least, tiles // (2 * threads))
+    while number >= threads and size > least:
+        first += threads * size
+        number -= threads
+        size = max(least, (tiles - first) // (2 * threads))
+    first += number * size
+    return min(first, tiles), min(first + size, tiles)
+
+
+@helper
+def next_piece(team, phase, tiles):
+    """[first, end) of the next run of row tiles of a phase that nobody has taken. The first run of each thread is that of its rank."""
+    return piece_of(team.threads + claim(team, phase), tiles, team.threads)
 
 
 @helper

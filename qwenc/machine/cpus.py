@@ -66,24 +66,24 @@ def fast_cores(usable: list[int], sysfs: Path) -> list[int]:
 
 def cgroup_quota(root: Path) -> float | None:
     """CPUs that the cgroup and its ancestors grant: v2 `cpu.max`, v1 `cpu.cfs_quota_us`; the least of all. None without a limit."""
-    own = _own_cgroups()
+    own = own_cgroups()
     quotas = []
-    for folder in _and_parents(root, own.get("", "")):
+    for folder in and_parents(root, own.get("", "")):
         quota, _, period = (_text(folder / "cpu.max") or "max").partition(" ")
         quotas.append(_ratio(quota, period or "100000"))
     for name in ("cpu", "cpu,cpuacct"):
-        for folder in _and_parents(root / name, own.get("cpu", "")):
+        for folder in and_parents(root / name, own.get("cpu", "")):
             quotas.append(_ratio(_text(folder / "cpu.cfs_quota_us") or "-1", _text(folder / "cpu.cfs_period_us") or "100000"))
     return min((quota for quota in quotas if quota is not None), default=None)
 
 
-def _and_parents(root: Path, path: str) -> list[Path]:
+def and_parents(root: Path, path: str) -> list[Path]:
     """root/path and every folder above it, down from root (inside a container the path may not exist below root)."""
     parts = [part for part in path.split("/") if part not in ("", "..")]
     return [root.joinpath(*parts[:depth]) for depth in range(len(parts) + 1)]
 
 
-def _own_cgroups() -> dict[str, str]:
+def own_cgroups() -> dict[str, str]:
     """Controller name → path of this process, "" for v2."""
     found = {}
     for line in (_text(Path("/proc/self/cgroup")) or "").splitlines():

@@ -11,12 +11,12 @@ import numpy as np
 
 from qwenc.attention.rows import new_rows
 from qwenc.kernels.jit import by_type, jit
-from qwenc.kernels.linear import linear_one, prepare, read_row, row_tiles
-from qwenc.kernels.pointwise import add_into, all_finite, copy_into, rms_norm, silu_mul
+from qwenc.kernels.linear import fetch_rows, linear_one, prepare, read_row, row_tiles
+from qwenc.kernels.pointwise import all_finite, rms_norm, silu_mul
 from qwenc.kernels.records import new_acts
-from qwenc.kernels.sync import agree_to_leave, barrier, chunk_of, claim, lap, leaving, now_ns
+from qwenc.kernels.sync import agree_to_leave, barrier, lap, leaving, next_piece, now_ns, piece_of
 from qwenc.model.attention_one import attend, new_choice_for
-from qwenc.model.matrices import matrix_rows
+from qwenc.model.matrices import fetch_first, matrix_rows
 from qwenc.model.moe import experts_one
 from qwenc.model.overloads import is_absent, is_quantised
 from qwenc.model.records import DOWN, GATE_UP, LM_HEAD, NORM, OTHER_LOOP, OUT, QKV
@@ -39,17 +39,19 @@ def decode_step(team, w, shape, cache, sparse, b, token, position, cos, sin):
     now = lap(team, OTHER_LOOP, now)
     phase = 0
     for layer in range(shape.layers):
+        fetch_first(team, w.qkv, layer)
         rms_norm(b.x, 0, w.input_norm, layer * shape.hidden_room, shape.hidden, shape.eps, normed, 0)
         prepare(w.qkv, normed, 0, acts, 1, 0)
         now = lap(team, NORM, now)
-        matrix_rows(team, phase, w.qkv, layer, acts, b.qkv, copy_into)
+        matrix_rows(team, phase, w.qkv, layer, acts, b.qkv, False)
         now = lap(team, QKV, now)
 
         now = attend(team, phase + 1, w, shape, cache, sparse, b, rows, choice, layer, position, cos, sin, now)
 
+        fetch_first(team, w.o, layer)
         prepare(w.o, b.attn, 0, acts, 1, 0)
         agree_to_leave(team)
-        matrix_rows(team, phase + 3, w.o, layer, acts, b.x, add_into)
+        matrix_rows(team, phase + 3, w.o, layer, acts, b.x, True)
         now = lap(team, OUT, now)
         if leaving(team):
             break
@@ -63,10 +65,11 @@ def decode_step(team, w, shape, cache, sparse, b, token, position, cos, sin):
         phase += 7
         if team.rank == 0 and team.health[0] < 0 and not all_finite(b.x, 0, shape.hidden_room):
             team.health[0] = layer
+    fetch_first(team, w.lm_head, 0)
     rms_norm(b.x, 0, w.final_norm, 0, shape.hidden, shape.eps, normed, 0)
     prepare(w.lm_head, normed, 0, acts, 1, 0)
     now = lap(team, NORM, now)
-    matrix_rows(team, phase, w.lm_head, 0, acts, b.logits, copy_into)
+    matrix_rows(team, phase, w.lm_head, 0, acts, b.logits, False)
     lap(team, LM_HEAD, now)
 
 
@@ -87,22 +90,27 @@ def _mlp_one(team, phase, gate_up, down, stack, normed, acts, b, now):
         return lambda team, phase, gate_up, down, stack, normed, acts, b, now: now
 
     def run(team, phase, gate_up, down, stack, normed, acts, b, now):
+        pairs = row_tiles(gate_up) // 2
+        fetch_rows(gate_up, stack, 2 * piece_of(team.rank, pairs, team.threads)[0])
         prepare(gate_up, normed, 0, acts, 1, 0)
         now = lap(team, NORM, now)
-        pairs = row_tiles(gate_up) // 2
-        chunk = chunk_of(pairs)
         sums = np.empty(32, np.float32)
-        first = claim(team, phase) * chunk
-        while first < pairs:
-            for pair in range(first, min(pairs, first + chunk)):
+        first, end = piece_of(team.rank, pairs, team.threads)
+        while first < end:
+            following = first, first
+            for pair in range(first, end):
+                if pair == end - 1:
+                    following = next_piece(team, phase, pairs)
+                    fetch_rows(gate_up, stack, 2 * following[0])
                 linear_one(gate_up, stack, 2 * pair, acts, 0, sums, 0)
                 linear_one(gate_up, stack, 2 * pair + 1, acts, 0, sums, 16)
                 silu_mul(sums, 0, 16, b.ffn, 16 * pair)
-            first = claim(team, phase) * chunk
+            first, end = following
         barrier(team)
+        fetch_first(team, down, stack)
         now = lap(team, GATE_UP, now)
         prepare(down, b.ffn, 0, acts, 1, 0)
-        matrix_rows(team, phase + 1, down, stack, acts, b.x, add_into)
+        matrix_rows(team, phase + 1, down, stack, acts, b.x, True)
         return lap(team, DOWN, now)
 
     return run

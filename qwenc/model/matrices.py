@@ -1,7 +1,7 @@
 """How a team shares the work of one matrix: rows for one token, rows × tokens for a mini-batch. Each ends at a barrier.
 
-`put` says what becomes of 16 sums: `copy_into` (an output) or `add_into` (the residual stream). It is a compiled function, so each use
-of it is compiled for itself.
+`add` says what becomes of the products: added to `out` (the residual stream), or put there. It is no function to call, which would be
+shorter: Numba takes the address of a function that it is given, and what holds an address cannot be cached.
 """
 
 from __future__ import annotations
@@ -9,29 +9,38 @@ from __future__ import annotations
 import numpy as np
 
 from qwenc.kernels.jit import allocating, helper
-from qwenc.kernels.linear import linear_many, linear_one, prepare, row_tiles
-from qwenc.kernels.pointwise import rms_norm
+from qwenc.kernels.linear import fetch_rows, linear_many, linear_one, prepare, row_tiles
+from qwenc.kernels.pointwise import add_into, copy_into, rms_norm
 from qwenc.kernels.records import TILE
-from qwenc.kernels.sync import barrier, chunk_of, claim
+from qwenc.kernels.sync import barrier, chunk_of, claim, next_piece, piece_of
 
 
 @allocating
-def matrix_rows(team, phase, w, stack, acts, out, put):
+def matrix_rows(team, phase, w, stack, acts, out, add):
     """out [rows] = or += matrix · one prepared activation row."""
     tiles = row_tiles(w)
-    chunk = chunk_of(tiles)
     sums = np.empty(16, np.float32)
-    first = claim(team, phase) * chunk
-    while first < tiles:
-        for tile in range(first, min(tiles, first + chunk)):
+    first, end = piece_of(team.rank, tiles, team.threads)
+    while first < end:
+        following = first, first
+        for tile in range(first, end):
+            if tile == end - 1:
+                following = next_piece(team, phase, tiles)
+                fetch_rows(w, stack, following[0])
             linear_one(w, stack, tile, acts, 0, sums, 0)
-            put(sums, 0, out, 16 * tile)
-        first = claim(team, phase) * chunk
+            deliver(sums, 0, out, 16 * tile, add)
+        first, end = following
     barrier(team)
 
 
+@helper
+def fetch_first(team, w, stack):
+    """Ask for what this thread will read first of a matrix, while it still prepares the activations."""
+    fetch_rows(w, stack, piece_of(team.rank, row_tiles(w), team.threads)[0])
+
+
 @allocating
-def matrix_tokens(team, phase, w, stack, tokens, acts, out, put):
+def matrix_tokens(team, phase, w, stack, tokens, acts, out, add):
     """out [tokens, width] = or += matrix · activations of a mini-batch."""
     tiles, width = row_tiles(w), out.shape[1]
     chunk = chunk_of(tiles)
@@ -42,9 +51,17 @@ def matrix_tokens(team, phase, w, stack, tokens, acts, out, put):
             for t in range(0, tokens, TILE):
                 linear_many(w, stack, tile, acts, t // TILE, sums, 0)
                 for i in range(min(TILE, tokens - t)):
-                    put(sums, 16 * i, out, (t + i) * width + 16 * tile)
+                    deliver(sums, 16 * i, out, (t + i) * width + 16 * tile, add)
         first = claim(team, phase) * chunk
     barrier(team)
+
+
+@helper
+def deliver(sums, at, out, out_at, add):
+    if add:
+        add_into(sums, at, out, out_at)
+    else:
+        copy_into(sums, at, out, out_at)
 
 
 @allocating

@@ -10,7 +10,7 @@ import numpy as np
 from qwenc.attention.rows import new_rows
 from qwenc.kernels.jit import allocating, by_type, jit
 from qwenc.kernels.linear import linear_many, prepare, read_row, row_tiles
-from qwenc.kernels.pointwise import add_into, all_finite, copy_into, rms_norm, silu_mul
+from qwenc.kernels.pointwise import all_finite, rms_norm, silu_mul
 from qwenc.kernels.records import TILE, new_acts
 from qwenc.kernels.sync import agree_to_leave, barrier, chunk_of, claim, lap, leaving, now_ns
 from qwenc.model.attention_many import QUERY_ROWS, attend_tokens, new_search, store_tokens
@@ -41,7 +41,7 @@ def prefill_step(team, w, shape, cache, sparse, b, ids, position, cos, sin, all_
     for layer in range(shape.layers):
         prepare_normed(team, phase, w.qkv, w.input_norm, layer, shape, tokens, b)
         now = lap(team, NORM, now)
-        matrix_tokens(team, phase + 1, w.qkv, layer, tokens, b.acts, b.qkv, copy_into)
+        matrix_tokens(team, phase + 1, w.qkv, layer, tokens, b.acts, b.qkv, False)
         now = lap(team, QKV, now)
 
         store_tokens(team, phase + 2, w, shape, cache, b, rows, layer, tokens, position, cos, sin)
@@ -52,7 +52,7 @@ def prefill_step(team, w, shape, cache, sparse, b, ids, position, cos, sin, all_
         prepare_tokens(team, phase + 4, w.o, tokens, b.attn, b.attn.shape[1], b)
         now = lap(team, NORM, now)
         agree_to_leave(team)
-        matrix_tokens(team, phase + 5, w.o, layer, tokens, b.acts, b.x, add_into)
+        matrix_tokens(team, phase + 5, w.o, layer, tokens, b.acts, b.x, True)
         now = lap(team, OUT, now)
         if leaving(team):
             break
@@ -69,7 +69,7 @@ def prefill_step(team, w, shape, cache, sparse, b, ids, position, cos, sin, all_
     if all_logits:
         prepare_normed(team, phase, w.lm_head, w.final_norm, 0, shape, tokens, b)
         now = lap(team, NORM, now)
-        matrix_tokens(team, phase + 1, w.lm_head, 0, tokens, b.acts, b.logits, copy_into)
+        matrix_tokens(team, phase + 1, w.lm_head, 0, tokens, b.acts, b.logits, False)
     else:
         last_logits(team, phase, w, shape, tokens, b)
     lap(team, LM_HEAD, now)
@@ -111,7 +111,7 @@ def _mlp_many(team, phase, w, gate_up, down, shape, layer, stack, tokens, b, now
         now = lap(team, GATE_UP, now)
         prepare_tokens(team, phase + 2, down, tokens, b.ffn, width, b)
         now = lap(team, NORM, now)
-        matrix_tokens(team, phase + 3, down, stack, tokens, b.acts, b.x, add_into)
+        matrix_tokens(team, phase + 3, down, stack, tokens, b.acts, b.x, True)
         return lap(team, DOWN, now)
 
     return run
@@ -124,4 +124,4 @@ def last_logits(team, phase, w, shape, tokens, b):
     acts = new_acts(is_quantised(w.lm_head), shape.hidden_room, 1)
     rms_norm(b.x, (tokens - 1) * shape.hidden_room, w.final_norm, 0, shape.hidden, shape.eps, normed, 0)
     prepare(w.lm_head, normed, 0, acts, 1, 0)
-    matrix_rows(team, phase, w.lm_head, 0, acts, b.logits, copy_into)
+    matrix_rows(team, phase, w.lm_head, 0, acts, b.logits, False)

@@ -1,0 +1,31 @@
+"""How much memory this process can still get."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from qwenc.machine.cpus import and_parents, own_cgroups
+
+
+def available_memory(meminfo: Path = Path("/proc/meminfo"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Bytes that can be had without swapping (pages of files count as free), or the limit of a cgroup above us if that is less. None
+    where the system does not tell."""
+    found = [kilobytes * 1024 for kilobytes in _numbers(meminfo, "MemAvailable:")]
+    if not found:
+        return None
+    own = own_cgroups()
+    folders = and_parents(cgroups, own.get("", "")) + and_parents(cgroups / "memory", own.get("memory", ""))
+    for folder in folders:
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            found += _numbers(folder / name, "")
+    return min(found)
+
+
+def _numbers(path: Path, label: str) -> list[int]:
+    """The number behind `label` on each line that begins with it."""
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, ValueError):
+        return []
+    words = [line.removeprefix(label).split() for line in lines if line.startswith(label)]
+    return [int(word[0]) for word in words if word and word[0].isdecimal()]
