@@ -67,13 +67,14 @@ class Engine:
         self.timings = Timings()  # of the generation that runs now or ran last
         read_ahead(packed.data)
         reading = Later(lambda: _read_tokenizer(packed))  # in Rust, while this thread imports the compiler
-        choice = choose_cpus(settings.threads)
+        choice = choose_cpus(settings.threads, settings.cpus)
         if choice.note:
             reporter.note(choice.note)
+        reporter.detail(choice.describe())
         trained = self.config.max_position_embeddings
         if settings.ctx_size and settings.ctx_size > trained:
             reporter.note(f"a context of {settings.ctx_size} tokens is more than the {trained} that the model was made for")
-        self.threads, self.cores = choice.threads, list(choice.cores) if settings.pin else []
+        self.threads = choice.threads
 
         from qwenc.machine.team import ThreadTeam
         from qwenc.model.forward import Model
@@ -85,10 +86,12 @@ class Engine:
         if self.tokenizer is not None:
             self.template = find_template(packed.chat_template, packed.tokenizer_config)
         self.eos_ids = resolve_eos(packed.generation_config, packed.config_json, self.tokenizer)
-        self._team = ThreadTeam(choice.cores, pin=settings.pin)  # from here on nothing fails that would leave its threads behind
-        self._model = Model(packed, self.wmode, self._team)
+        within = choice.cores if settings.cpus else ()
+        self._team = ThreadTeam(choice.cores, pin=settings.pin, within=within)  # from here on nothing fails that would leave it behind
+        self.cores = list(choice.cores) if settings.pin and not self._team.pin_error else []  # that the threads are pinned to
         if self._team.pin_error:
             reporter.note(self._team.pin_error)
+        self._model = Model(packed, self.wmode, self._team)
         self.load_s = time.perf_counter() - began
 
     @property

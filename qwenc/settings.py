@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 
 from qwenc.errors import UsageError
@@ -16,8 +17,8 @@ class Settings:
     """How to run a model. Raises UsageError for a value out of range.
 
     wmode: weight format; `dual` reads q8 in prefill and q4 in decode. None = what a packed file holds, dual for a checkpoint.
-    kv: KV cache type; k8v4 has 8-bit keys and 4-bit values. threads: compute threads, None = the fast cores (at most 4). pin: pin each
-    thread to a core.
+    kv: KV cache type; k8v4 has 8-bit keys and 4-bit values. threads: compute threads, None = the fast cores (at most 4). cpus:
+    run on these, as in "4-7,9", None = the fast ones. pin: pin each thread to a core of its own.
     ctx_size: most tokens in the context, None = what the model was trained for. prefill_batch: tokens per prefill mini-batch.
     offline: never ask the Hub.
 
@@ -34,6 +35,7 @@ class Settings:
     wmode: str | None = None
     kv: str = "q8"
     threads: int | None = None
+    cpus: str | None = None
     pin: bool = True
     ctx_size: int | None = None
     prefill_batch: int = 256
@@ -55,6 +57,8 @@ class Settings:
             _one_of("wmode", self.wmode, WMODES)
         _one_of("kv", self.kv, KV_TYPES)
         _at_least("threads", self.threads, 1)
+        if self.cpus is not None:
+            _cpu_list("cpus", self.cpus)
         _at_least("ctx_size", self.ctx_size, 1)
         _at_least("prefill_batch", self.prefill_batch, 1)
         for name in ("sparse_k", "sparse_block", "sparse_probe", "sparse_pf_k", "sparse_pf_group"):
@@ -73,6 +77,26 @@ class Settings:
             if name not in known:
                 raise UsageError(f"unknown setting {name!r} (known: {', '.join(sorted(known))})")
         return cls(**values)
+
+
+def cpu_list(text: str) -> tuple[int, ...]:
+    """The CPU numbers of a list like 4-7,9, in its order. Raises ValueError for anything else."""
+    found: list[int] = []
+    for part in text.split(","):
+        numbers = re.fullmatch(r"\s*([0-9]{1,4})(?:-([0-9]{1,4}))?\s*", part)
+        if numbers is None or int(numbers[2] or numbers[1]) < int(numbers[1]):
+            raise ValueError(text)
+        found.extend(range(int(numbers[1]), int(numbers[2] or numbers[1]) + 1))
+    if len(set(found)) < len(found):
+        raise ValueError(text)
+    return tuple(found)
+
+
+def _cpu_list(name: str, value: str) -> None:
+    try:
+        cpu_list(value)
+    except (ValueError, AttributeError):
+        raise UsageError(f"{name} must name CPUs as in 4-7 or 0,2,4, not {value!r:.60}") from None
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

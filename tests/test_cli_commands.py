@@ -207,6 +207,9 @@ def test_env(cli):
         assert f"\n{name}" in f"\n{out}"
     record = json.loads(cli("env", "--json")[1], parse_constant=pytest.fail)
     assert record["numba"] and record["model_cache"].endswith("cache")
+    assert len(record["cores"]) == record["threads"] and set(record["cores"]) <= set(record["usable_cores"])
+    assert set(record["fast_cores"]) <= set(record["usable_cores"])
+    assert record["fast_cores_told_by"] in (None, "cpu_capacity", "cpuinfo_max_freq", "/proc/cpuinfo")
 
 
 def test_env_without_home_or_a_writable_cache(tmp_path):

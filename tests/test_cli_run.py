@@ -81,6 +81,7 @@ def test_every_setting_reaches_the_engine(cli):
         *("-m", "M", "-s", "S", "--no-think", "--chat-template-kwargs", '{"a": [1]}', "-n", "3", "-c", "99", "--stop", "x", "--stop", "\n"),
         *("--ignore-eos", "--temp", "0.5", "--top-k", "7", "--top-p", "0.9", "--min-p", "0.1", "--repeat-penalty", "1.2", "--seed", "4"),
         *("--wmode", "q4", "--kv", "f32", "-t", "1", "--no-pin", "--prefill-batch", "8", "--offline", "--dec-prof", "-q", "hi"),
+        *("--cpus", "0-1"),
         *(
             "--sparse-attn",
             "--sparse-k",
@@ -97,7 +98,7 @@ def test_every_setting_reaches_the_engine(cli):
         *("--sparse-min-ctx", "5", "--sparse-score", "probe", "--sparse-pf-min-ctx", "6", "--sparse-pf-k", "7", "--sparse-pf-group", "8"),
     )
     assert (code, out) == (0, "Hello\n")
-    load = {"wmode": "q4", "kv": "f32", "threads": 1, "pin": False, "ctx_size": 99, "prefill_batch": 8, "offline": True}
+    load = {"wmode": "q4", "kv": "f32", "threads": 1, "cpus": "0-1", "pin": False, "ctx_size": 99, "prefill_batch": 8, "offline": True}
     load |= {"sparse_attn": True, "sparse_k": 16, "sparse_block": 64, "sparse_probe": 4, "sparse_ratio": 0.1, "sparse_mass": 0.98}
     load |= {"sparse_min_ctx": 5, "sparse_score": "probe", "sparse_pf_min_ctx": 6, "sparse_pf_k": 7, "sparse_pf_group": 8}
     assert asked("load") == {"model": "M", **load}

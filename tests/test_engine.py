@@ -125,7 +125,7 @@ def test_threads_do_not_change_a_bit(name, monkeypatch):
     seen = []
     for threads in (1, 2, 3, 5):
         choice = CpuChoice(threads, tuple(range(threads)), (0,), (0,), None)
-        monkeypatch.setattr(module, "choose_cpus", lambda wanted, choice=choice: choice)
+        monkeypatch.setattr(module, "choose_cpus", lambda *_, choice=choice: choice)
         with qwenc.load(GOLDENS / name, wmode="dual", pin=False) as engine:
             session = engine.session(640)
             session.prefill(ids)
@@ -295,7 +295,7 @@ def test_an_interrupt_leaves_together(tmp_path):
 import signal, threading, time, numpy as np, qwenc
 from qwenc import engine as module
 from qwenc.machine.cpus import CpuChoice
-module.choose_cpus = lambda wanted: CpuChoice(2, (0, 0), (0,), (0,), None)
+module.choose_cpus = lambda *_: CpuChoice(2, (0, 0), (0,), (0,), None)
 engine = qwenc.load({str(GOLDENS / "qwen3-dense-tied")!r}, wmode="q4", pin=False)
 session = engine.session(512)
 session.compile()

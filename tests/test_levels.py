@@ -81,6 +81,37 @@ def test_arm_needs_the_dot_product(monkeypatch, features, expected):
     assert host_features()
 
 
+@pytest.mark.parametrize(
+    ("system", "capabilities", "expected"),
+    [
+        ("Linux", 1 << 20 | 1 << 10 | 2, {"dotprod", "fullfp16"}),
+        ("Linux", 2, set()),  # a Cortex-A72
+        ("Linux", None, set()),  # a C library without getauxval
+        ("Darwin", None, {"dotprod", "fullfp16"}),
+    ],
+)
+def test_what_llvm_does_not_tell_of_arm(monkeypatch, system, capabilities, expected):
+    """LLVM 20 reports neither feature of its host: without them a Cortex-A76 would take the fallback."""
+    from qwenc.kernels import level
+
+    class Library:
+        def __init__(self, _name):
+            if capabilities is not None:
+                self.getauxval = FakeFunction()
+
+    class FakeFunction:
+        def __call__(self, kind):
+            assert kind == level.AT_HWCAP
+            return capabilities
+
+    monkeypatch.setattr(level.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(level.platform, "system", lambda: system)
+    monkeypatch.setattr(level.ctypes, "CDLL", Library)
+    assert level.arm_features() == expected
+    monkeypatch.setattr(level.platform, "machine", lambda: "x86_64")
+    assert level.arm_features() == set()
+
+
 def test_a_cpu_named_for_numba_has_no_features_of_its_own(monkeypatch):
     """NUMBA_CPU_NAME=generic, the way to share a cache between machines, used to abort in LLVM."""
     done = run(

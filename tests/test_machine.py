@@ -7,52 +7,133 @@ import threading
 from pathlib import Path
 
 import pytest
+from machines import machine
 
-from qwenc.errors import QwencError
-from qwenc.machine.cpus import cgroup_quota, choose_cpus
+from qwenc.errors import QwencError, UsageError
+from qwenc.machine.cpus import choose_cpus
+from qwenc.machine.quota import cgroup_quota
 from qwenc.machine.team import ThreadTeam
+from qwenc.machine.topology import cpu_name
+from qwenc.settings import Settings
 
 
-def sysfs(folder, capacities=None, frequencies=None, cpu_max=None, v1=None):
-    for name, values in (("cpu_capacity", capacities), ("cpufreq/cpuinfo_max_freq", frequencies)):
-        for cpu, value in enumerate(values or ()):
-            path = folder / f"devices/system/cpu/cpu{cpu}" / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(f"{value}\n")
-    if cpu_max is not None:
-        (folder / "fs/cgroup").mkdir(parents=True, exist_ok=True)
-        (folder / "fs/cgroup/cpu.max").write_text(cpu_max + "\n")
-    if v1 is not None:
-        (folder / "fs/cgroup/cpu").mkdir(parents=True, exist_ok=True)
-        (folder / "fs/cgroup/cpu/cpu.cfs_quota_us").write_text(f"{v1}\n")
-        (folder / "fs/cgroup/cpu/cpu.cfs_period_us").write_text("100000\n")
+def tree(folder, files):
+    """Files below `folder`, which then stands for /."""
+    for path, content in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(f"{content}\n")
     return folder
 
 
-RK3588 = [414] * 4 + [1002, 1002, 1024, 1024]
+def cpus_of(name, values):
+    return {f"sys/devices/system/cpu/cpu{cpu}/{name}": value for cpu, value in enumerate(values)}
+
+
+MACHINES = {  # usable CPUs: fast ones, chosen ones, what told
+    ("rk3588", range(8)): ((4, 5, 6, 7), (4, 5, 6, 7), "cpu_capacity"),
+    ("rk3588", range(6)): ((4, 5), (4, 5), "cpu_capacity"),
+    ("rk3588", range(4)): ((0, 1, 2, 3), (0, 1, 2, 3), "cpu_capacity"),  # taskset to the small ones: all there is
+    ("raspberry-pi-5", range(4)): ((0, 1, 2, 3), (0, 1, 2, 3), "cpu_capacity"),
+    ("apple-m1", range(8)): ((4, 5, 6, 7), (4, 5, 6, 7), "cpu_capacity"),
+    ("alder-lake", range(20)): ((0, 2, 4, 6, 8, 10, 12, 14, 16, 17, 18, 19), (0, 2, 4, 6), "cpuinfo_max_freq"),
+    ("alder-lake", range(12, 20)): ((12, 14, 16, 17, 18, 19), (12, 14, 16, 17), "cpuinfo_max_freq"),
+    ("alder-lake", (1, 15, 19)): ((1, 15, 19), (1, 15, 19), "cpuinfo_max_freq"),  # a lone sibling stands for its core
+    ("smt-server", range(16)): (tuple(range(8)), (0, 1, 2, 3), None),
+    ("smt-server", (3, 11)): ((3,), (3,), None),
+    ("single-core", (0,)): ((0,), (0,), None),
+    ("no-sysfs", range(8)): ((4, 5, 6, 7), (4, 5, 6, 7), "/proc/cpuinfo"),
+    ("container", (4, 5, 6, 7, 12, 13)): ((4, 5, 6, 7), (4, 5, 6), "cpuinfo_max_freq"),  # a quota of 3 CPUs
+    ("container-v1", range(8)): (tuple(range(8)), (0, 1), None),  # a quota of 1.5
+}
+
+
+@pytest.mark.parametrize(("name", "usable"), MACHINES)
+def test_recorded_machines(tmp_path, name, usable):
+    fast, cores, told_by = MACHINES[name, usable]
+    choice = choose_cpus(None, None, machine(tmp_path, name), set(usable))
+    assert (choice.fast, choice.cores, choice.told_by) == (fast, cores, told_by)
+    assert choice.usable == tuple(usable) and choice.threads == len(cores) and choice.note is None
 
 
 @pytest.mark.parametrize(
-    ("capacities", "mask", "wanted", "cores"),
+    ("name", "wanted", "cores"),
     [
-        (RK3588, range(8), None, (4, 5, 6, 7)),
-        (RK3588, range(8), 6, (4, 5, 6, 7, 0, 1)),
-        (RK3588, range(6), None, (4, 5)),
-        (RK3588, [0, 1], None, (0, 1)),
-        ([1024] * 4, range(4), None, (0, 1, 2, 3)),
-        ([1024] * 16, range(16), None, (0, 1, 2, 3)),
-        (None, [3], None, (3,)),
-        (None, range(2), 1, (0,)),
+        ("rk3588", 2, (4, 5)),
+        ("rk3588", 6, (4, 5, 6, 7, 0, 1)),
+        ("alder-lake", 9, (0, 2, 4, 6, 8, 10, 12, 14, 16)),
+        ("alder-lake", 14, (0, 2, 4, 6, 8, 10, 12, 14, 16, 17, 18, 19, 1, 3)),  # the second threads of cores come last
+        ("smt-server", 10, (0, 1, 2, 3, 4, 5, 6, 7, 8, 9)),
     ],
 )
-def test_cores(tmp_path, capacities, mask, wanted, cores):
-    choice = choose_cpus(wanted, sysfs(tmp_path, capacities), set(mask))
-    assert choice.cores == cores and choice.threads == len(cores) and choice.note is None
+def test_threads_asked_for(tmp_path, name, wanted, cores):
+    cpus = {"rk3588": 8, "smt-server": 16, "alder-lake": 20}[name]
+    choice = choose_cpus(wanted, None, machine(tmp_path, name), set(range(cpus)))
+    assert choice.cores == cores and choice.note is None
 
 
-def test_frequencies_stand_in_for_capacities(tmp_path):
-    tree = sysfs(tmp_path, frequencies=[1800000] * 4 + [2400000] * 2 + [800000] * 2)
-    assert choose_cpus(None, tree, set(range(8))).fast == (0, 1, 2, 3, 4, 5)
+def test_named_cpus(tmp_path):
+    root = machine(tmp_path, "rk3588")
+    assert choose_cpus(None, "4-7", root, set(range(8))).cores == (4, 5, 6, 7)
+    assert choose_cpus(None, "7,0-2", root, set(range(8))).cores == (7, 0, 1, 2)
+    assert choose_cpus(None, "0-7", root, set(range(8))).threads == 8
+    assert choose_cpus(3, "4-7", root, set(range(8))).cores == (4, 5, 6)
+    more = choose_cpus(6, "4-7", root, set(range(8)))
+    assert more.cores == (4, 5, 6, 7) and "6 threads asked for, 4 usable here (CPUs named" in more.note
+    with pytest.raises(UsageError, match="cpus 4-9: this process may use 0-5, not 6-9"):
+        choose_cpus(None, "4-9", root, set(range(6)))
+
+
+def test_named_cpus_within_a_quota(tmp_path):
+    choice = choose_cpus(None, "4-7", machine(tmp_path, "container"), {4, 5, 6, 7, 12, 13})
+    assert choice.cores == (4, 5, 6) and "4 threads asked for, 3 usable" in choice.note
+
+
+@pytest.mark.parametrize("text", ["", "a", "7-4", "1,", "-1", "4-", "1,1", "0-2,1", "٣", "1_0", "99999", "4 - 7", None, 4])
+def test_lists_of_cpus_that_are_none(text):
+    with pytest.raises(UsageError, match="cpus must name CPUs as in 4-7"):
+        Settings(cpus=text) if text is not None else Settings(cpus=object())
+
+
+def test_the_choice_in_words(tmp_path):
+    told = choose_cpus(None, None, machine(tmp_path, "rk3588"), set(range(8))).describe()
+    assert told == "4 threads, cores 4-7 (usable 0-7, fast 4-7 by cpu_capacity)"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("rk3588", "4 × Cortex-A55, 4 × Cortex-A76"),
+        ("apple-m1", "4 × Icestorm, 4 × Firestorm"),
+        ("alder-lake", "12th Gen Intel(R) Core(TM) i7-12700"),
+    ],
+)
+def test_the_cpu_by_name(tmp_path, name, words):
+    assert cpu_name(machine(tmp_path, name)) == words
+
+
+def test_threads_of_a_core_without_sysfs(tmp_path):
+    """The core ids of /proc/cpuinfo stand in."""
+    text = (machine(tmp_path / "whole", "smt-server") / "proc/cpuinfo").read_text()
+    assert choose_cpus(None, None, tree(tmp_path / "less", {"proc/cpuinfo": text}), set(range(16))).fast == tuple(range(8))
+
+
+def test_half_the_speed_of_the_fastest_of_all_is_fast(tmp_path):
+    """Measured by the machine's fastest CPU, also where the mask leaves it out."""
+    root = tree(tmp_path, cpus_of("cpu_capacity", [400, 600, 1024]))
+    assert choose_cpus(None, None, root, {0, 1}).fast == (1,)
+    assert choose_cpus(None, None, root, {0}).fast == (0,)
+
+
+def test_a_cpu_of_which_nothing_is_told_falls_through_to_the_next_source(tmp_path):
+    files = cpus_of("cpu_capacity", [414, 414, 1024]) | cpus_of("cpufreq/cpuinfo_max_freq", [1000, 1000, 2400, 2400])
+    choice = choose_cpus(None, None, tree(tmp_path, files), set(range(4)))
+    assert choice.fast == (2, 3) and choice.told_by == "cpuinfo_max_freq"
+
+
+@pytest.mark.parametrize("junk", ["", "junk", "-5", "0"])
+def test_junk_in_sysfs_tells_nothing(tmp_path, junk):
+    files = cpus_of("cpu_capacity", [junk] * 4) | cpus_of("topology/thread_siblings_list", [junk or "x"] * 4)
+    assert choose_cpus(None, None, tree(tmp_path, files), set(range(4))).threads in (1, 4)
 
 
 @pytest.mark.parametrize(
@@ -60,29 +141,26 @@ def test_frequencies_stand_in_for_capacities(tmp_path):
     [("max 100000", None, 4), ("150000 100000", 1.5, 2), ("50000 100000", 0.5, 1), ("junk", None, 4), ("400000 100000", 4.0, 4)],
 )
 def test_cgroup_v2(tmp_path, cpu_max, quota, threads):
-    tree = sysfs(tmp_path, cpu_max=cpu_max)
-    assert cgroup_quota(tree / "fs/cgroup") == quota
-    assert choose_cpus(None, tree, set(range(8))).threads == threads
+    root = tree(tmp_path, {"sys/fs/cgroup/cpu.max": cpu_max})
+    assert cgroup_quota(root) == quota
+    assert choose_cpus(None, None, root, set(range(8))).threads == threads
 
 
 @pytest.mark.parametrize(("quota", "threads"), [(-1, 4), (200000, 2)])
 def test_cgroup_v1(tmp_path, quota, threads):
-    assert choose_cpus(None, sysfs(tmp_path, v1=quota), set(range(8))).threads == threads
+    root = tree(tmp_path, {"sys/fs/cgroup/cpu/cpu.cfs_quota_us": quota, "sys/fs/cgroup/cpu/cpu.cfs_period_us": 100000})
+    assert choose_cpus(None, None, root, set(range(8))).threads == threads
 
 
 def test_more_threads_than_there_are(tmp_path):
-    choice = choose_cpus(64, sysfs(tmp_path, cpu_max="150000 100000"), {0, 1, 2})
+    choice = choose_cpus(64, None, tree(tmp_path, {"sys/fs/cgroup/cpu.max": "150000 100000"}), {0, 1, 2})
     assert choice.threads == 2 and "64 threads asked for, 2 usable" in choice.note
 
 
-def test_the_tightest_cgroup_counts(tmp_path, monkeypatch):
-    from qwenc.machine import cpus
-
-    monkeypatch.setattr(cpus, "own_cgroups", lambda: {"": "/a.slice/b.service"})
-    for path, limit in (("", "max 100000"), ("a.slice", "50000 100000"), ("a.slice/b.service", "max 100000")):
-        (tmp_path / path).mkdir(exist_ok=True)
-        (tmp_path / path / "cpu.max").write_text(limit)
-    assert cgroup_quota(tmp_path) == 0.5
+def test_the_tightest_cgroup_counts(tmp_path):
+    limits = {"": "max 100000", "a.slice/": "50000 100000", "a.slice/b.service/": "max 100000"}
+    files = {f"sys/fs/cgroup/{path}cpu.max": limit for path, limit in limits.items()}
+    assert cgroup_quota(tree(tmp_path, files | {"proc/self/cgroup": "0::/a.slice/b.service"})) == 0.5
 
 
 def test_no_home_makes_no_folder_called_tilde(tmp_path, monkeypatch):
@@ -121,11 +199,37 @@ def test_threads_are_pinned_to_their_cores():
     team.close()
 
 
-def test_a_core_that_cannot_be_had_is_a_note_not_a_failure():
-    team = ThreadTeam([4095])
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity here")
+def test_threads_that_are_not_pinned_stay_within_the_cpus_named():
+    core = min(os.sched_getaffinity(0))
+    team = ThreadTeam([core, core], pin=False, within=[core])
+    masks = []
+    team.run(lambda rank: masks.append(os.sched_getaffinity(0)))
+    team.close()
+    assert masks == [{core}, {core}]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity here")
+@pytest.mark.parametrize("cores", [[4095], [4094, 4095]])
+def test_cores_that_cannot_be_had_are_one_note_not_a_failure(cores):
+    team = ThreadTeam(cores)
+    assert "not pinned" in team.pin_error  # known as soon as the team is there
+    seen = []
+    team.run(seen.append)
+    assert sorted(seen) == list(range(len(cores)))
+    team.close()
+
+
+def test_a_system_that_forbids_pinning(monkeypatch):
+    """Some sandboxes answer EPERM."""
+
+    def forbidden(*_):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_setaffinity", forbidden, raising=False)
+    team = ThreadTeam([0, 1])
+    assert team.pin_error == "threads are not pinned: Operation not permitted"
     team.run(lambda rank: None)
-    if hasattr(os, "sched_setaffinity"):
-        assert "not pinned" in team.pin_error
     team.close()
 
 

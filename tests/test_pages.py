@@ -57,7 +57,7 @@ def test_available_memory(tmp_path, monkeypatch):
     assert available_memory(meminfo, cgroups) is None
     meminfo.write_text("MemTotal: 9 kB\nMemAvailable:    2048 kB\n")
     assert available_memory(meminfo, cgroups) == 2 << 20
-    monkeypatch.setattr(memory, "own_cgroups", lambda: {"": "/a/b", "memory": "/c"})
+    monkeypatch.setattr(memory, "own_cgroups", lambda _root: {"": "/a/b", "memory": "/c"})
     for path, limit in (("memory.max", "max"), ("a/memory.max", "1000000\n"), ("memory/c/memory.limit_in_bytes", "1500000")):
         (cgroups / path).parent.mkdir(parents=True, exist_ok=True)
         (cgroups / path).write_text(limit)

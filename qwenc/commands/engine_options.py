@@ -22,7 +22,8 @@ _OPTIONS = (
     option("-ctk", "--cache-type-k", type=click.Choice(LLAMA_TYPES), help="Keys, as llama.cpp spells it; with -ctv."),
     option("-ctv", "--cache-type-v", type=click.Choice(LLAMA_TYPES), help="Values, as llama.cpp spells it; with -ctk."),
     option("-t", "--threads", type=WholeNumber(1), metavar="N", help="Compute threads. Default: the fast cores, at most 4."),
-    option("--pin/--no-pin", default=True, show_default=True, help="Keep each thread on one core."),
+    option("--cpus", metavar="LIST", help="Run on these CPUs, one thread on each: 4-7 or 0,2. Default: the fast ones."),
+    option("--pin/--no-pin", default=True, show_default=True, help="Keep each thread on a core of its own."),
     option("--prefill-batch", type=WholeNumber(1), default=256, show_default=True, metavar="N", help="Prompt tokens computed at once."),
     option("--offline", is_flag=True, help="Never ask the Hub."),
     # long contexts

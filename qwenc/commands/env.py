@@ -28,8 +28,9 @@ def describe() -> dict[str, Any]:
 
     from qwenc.kernels import jit
     from qwenc.kernels.level import LEVEL, available_levels
-    from qwenc.machine.cpus import choose_cpus, cpu_name
+    from qwenc.machine.cpus import choose_cpus
     from qwenc.machine.folders import cache_root
+    from qwenc.machine.topology import cpu_name
     from qwenc.version import __version__
 
     choice = choose_cpus(None)
@@ -39,6 +40,7 @@ def describe() -> dict[str, Any]:
         "threads": choice.threads,
         "cores": list(choice.cores),
         "fast_cores": list(choice.fast),
+        "fast_cores_told_by": choice.told_by,
         "usable_cores": list(choice.usable),
         "cpu_quota": choice.quota,
     }

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from qwenc.machine.cpus import show_cores
 from qwenc.timing import Timings
 
 
@@ -107,17 +108,6 @@ def show_bytes(count: float) -> str:
         if count >= size:
             return f"{count / size:.3g} {unit}" if count < 1000 * size else f"{count / size:.0f} {unit}"
     return f"{count:.0f} B"
-
-
-def show_cores(cores: Sequence[int]) -> str:
-    """CPU numbers as ranges: 0-3,8."""
-    parts: list[list[int]] = []
-    for core in sorted(cores):
-        if parts and core == parts[-1][-1] + 1:
-            parts[-1].append(core)
-        else:
-            parts.append([core])
-    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
 def _rate(count: int, seconds: float) -> float | None:

@@ -92,7 +92,7 @@ def make_scores(kind: str, rows: int, ahead_lines: int = 0, tiles: int = 1) -> A
                 for cell in range(4):
                     of_cell = [cell_of(e, of_tile, loop.index, cell) for of_tile in planes]
                     for i in range(count):
-                        x = e.load_splat(strip, LANES * i + 4 * cell, e.i8)
+                        x = e.load_word(strip, LANES // 4 * i + cell, LANES // 4 * count, e.i8)
                         for j in range(tiles):
                             slot = (cell % chains * tiles + j) * count + i
                             sums.set(slot, dot(sums.get(slot), of_cell[j], x))
@@ -157,46 +157,47 @@ def make_values(kind: str, rows: int, strips: int, ahead_strip: tuple[int, ...] 
         def codegen(context, builder, sig, values):
             v_v, at_v, at_i_v, tiles_v, bytes_v, strip_v, p_v, p_at_v, ps_v, decay_v, add_v, row_v = values[:12]
             ahead_v, ahead_2_v, all_strips_v, o_v, o_at_v, step_v = values[12:]
-            e = Emitter(builder)
             p_p = pointer_to(context, builder, sig.args[6], p_v, p_at_v)
             first = builder.mul(strip_v, I64(strip_bytes))  # a strip of q4 is half a group
-            sums = Accumulators(e, e.i32, strips * rows * 2)
-            with cgutils.for_range(builder, tiles_v) as loop:
-                item = builder.add(at_i_v, loop.index)
-                tile_of = builder.sdiv(_list_item(context, builder, sig.args[1], at_v, item), I64(LANES))
-                v_p = pointer_to(context, builder, sig.args[0], v_v, builder.add(builder.mul(tile_of, bytes_v), first))
-                if ahead_strip:  # in the order in which the keys lie, whatever the order of the values
-                    turn = builder.add(builder.mul(builder.sdiv(strip_v, I64(strips)), tiles_v), loop.index)
-                    turns = builder.sdiv(builder.add(all_strips_v, I64(strips - 1)), I64(strips))  # per tile
-                    entry = builder.add(builder.add(at_i_v, I64(SEGMENT)), builder.sdiv(turn, turns))
-                    coming = builder.sdiv(_list_item(context, builder, sig.args[1], at_v, entry), I64(LANES))
-                    strip_of = builder.add(builder.mul(coming, all_strips_v), builder.mul(builder.srem(turn, turns), I64(strips)))
-                for bytes_, array_type, array in zip(ahead_strip, sig.args[12:14], (ahead_v, ahead_2_v), strict=False):
-                    ahead_p = pointer_to(context, builder, array_type, array, builder.mul(strip_of, I64(bytes_)))
-                    for line in range(strips * bytes_ // LINE):
-                        e.prefetch(e.at(ahead_p, LINE * line))
-                row_p = e.at(p_p, builder.mul(loop.index, I64(rows * ROW_BYTES)))
-                for cell in range(4):
-                    dims = values_of(e, v_p, cell, strips)
-                    for i in range(2 * rows):
-                        x = e.load_splat(row_p, LANES * i + 4 * cell, e.i8)
-                        for j in range(strips):
-                            slot = j * 2 * rows + i
-                            sums.set(slot, e.dot_small(sums.get(slot), x, dims[j]))
-            ps_p = pointer_to(context, builder, sig.args[8], ps_v, row_v)
-            decay_p = pointer_to(context, builder, sig.args[9], decay_v, row_v)
-            for r in range(rows):
-                scale, fade = e.load_splat(ps_p, 4 * r, e.f32), e.load_splat(decay_p, 4 * r, e.f32)
-                for j in range(strips):
-                    slot = (j * rows + r) * 2
-                    product = e.to_float(two_pieces(e, sums.get(slot), sums.get(slot + 1)))
-                    target = builder.add(builder.add(o_at_v, I64(16 * j)), builder.mul(step_v, I64(r)))
-                    o_p = pointer_to(context, builder, sig.args[15], o_v, target)
-                    old = e.each(builder.fmul, e.load(o_p, e.f32), fade)
-                    if sig.args[10] is not types.none:
-                        add_p = pointer_to(context, builder, sig.args[10], add_v, row_v)
-                        old = e.each(builder.fadd, old, e.load_splat(add_p, 4 * r, e.f32))
-                    e.store(e.fma(product, scale, old), o_p)
+            for e in Emitter(builder).slices(strips * rows * 2):
+                ahead_bytes = ahead_strip if e.places[0] == 0 else ()  # once
+                sums = Accumulators(e, e.i32, strips * rows * 2)
+                with cgutils.for_range(builder, tiles_v) as loop:
+                    item = builder.add(at_i_v, loop.index)
+                    tile_of = builder.sdiv(_list_item(context, builder, sig.args[1], at_v, item), I64(LANES))
+                    v_p = pointer_to(context, builder, sig.args[0], v_v, builder.add(builder.mul(tile_of, bytes_v), first))
+                    if ahead_bytes:  # in the order in which the keys lie, whatever the order of the values
+                        turn = builder.add(builder.mul(builder.sdiv(strip_v, I64(strips)), tiles_v), loop.index)
+                        turns = builder.sdiv(builder.add(all_strips_v, I64(strips - 1)), I64(strips))  # per tile
+                        entry = builder.add(builder.add(at_i_v, I64(SEGMENT)), builder.sdiv(turn, turns))
+                        coming = builder.sdiv(_list_item(context, builder, sig.args[1], at_v, entry), I64(LANES))
+                        strip_of = builder.add(builder.mul(coming, all_strips_v), builder.mul(builder.srem(turn, turns), I64(strips)))
+                    for bytes_, array_type, array in zip(ahead_bytes, sig.args[12:14], (ahead_v, ahead_2_v), strict=False):
+                        ahead_p = pointer_to(context, builder, array_type, array, builder.mul(strip_of, I64(bytes_)))
+                        for line in range(strips * bytes_ // LINE):
+                            e.prefetch(e.at(ahead_p, LINE * line))
+                    row_p = e.at(p_p, builder.mul(loop.index, I64(rows * ROW_BYTES)))
+                    for cell in range(4):
+                        dims = values_of(e, v_p, cell, strips)
+                        for i in range(2 * rows):
+                            x = e.load_word(row_p, LANES // 4 * i + cell, LANES // 4 * rows * 2, e.i8)
+                            for j in range(strips):
+                                slot = j * 2 * rows + i
+                                sums.set(slot, e.dot_small(sums.get(slot), x, dims[j]))
+                ps_p = pointer_to(context, builder, sig.args[8], ps_v, row_v)
+                decay_p = pointer_to(context, builder, sig.args[9], decay_v, row_v)
+                for r in range(rows):
+                    scale, fade = e.load_splat(ps_p, 4 * r, e.f32), e.load_splat(decay_p, 4 * r, e.f32)
+                    for j in range(strips):
+                        slot = (j * rows + r) * 2
+                        product = e.to_float(two_pieces(e, sums.get(slot), sums.get(slot + 1)))
+                        target = builder.add(builder.add(o_at_v, I64(16 * j)), builder.mul(step_v, I64(r)))
+                        o_p = pointer_to(context, builder, sig.args[15], o_v, target)
+                        old = e.each(builder.fmul, e.load(o_p, e.f32), fade)
+                        if sig.args[10] is not types.none:
+                            add_p = pointer_to(context, builder, sig.args[10], add_v, row_v)
+                            old = e.each(builder.fadd, old, e.load_splat(add_p, 4 * r, e.f32))
+                        e.store(e.fma(product, scale, old), o_p)
             return context.get_dummy_value()
 
         n = types.intp

@@ -9,7 +9,7 @@ Needed because Numba widens int32·int32 to int64, which keeps LLVM from seeing 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -24,23 +24,39 @@ F32 = ir.FloatType()
 F32X16 = ir.VectorType(F32, LANES)
 I32X16 = ir.VectorType(I32, LANES)
 
+NEON_SUMS = 16  # of 32 registers: the others hold what is multiplied
+SMALL, SMALL_BITS = 12582912.0, 0x4B400000  # 1.5·2^23 as a float and its bits
+
 Value = Any  # an llvmlite value
 Wide = list  # 16 lanes as native vectors
 
 HAS_F16C = "f16c" in host_features() or LEVEL.machines[0] != "x86_64"
 
 
-class Emitter:
-    """Emits wide operations into `builder` for one SIMD level."""
+class Word(list):
+    """A Wide of one word in every lane."""
 
-    def __init__(self, builder: ir.IRBuilder, level: Level = LEVEL):
+
+class Emitter:
+    """Emits wide operations into `builder` for one SIMD level: on all 16 lanes, or (see `slices`) on those of some native vectors."""
+
+    def __init__(self, builder: ir.IRBuilder, level: Level = LEVEL, places: Sequence[int] | None = None):
         self.b = builder
         self.level = level
-        self.parts = 64 // level.vector_bytes
+        self.places = range(64 // level.vector_bytes) if places is None else places
+        self.parts = len(self.places)
         self.i8 = ir.VectorType(I8, level.vector_bytes)
         self.i16 = ir.VectorType(I16, level.vector_bytes // 2)
         self.i32 = ir.VectorType(I32, level.vector_bytes // 4)
         self.f32 = ir.VectorType(F32, level.vector_bytes // 4)
+
+    def slices(self, sums: int) -> list[Emitter]:
+        """What a tile does one after the other, when one lane takes `sums` sums: on Arm as many native vectors at a time as leave their
+        sums in half of the registers, elsewhere all at once."""
+        if self.level.name != "neon":
+            return [self]
+        at_once = max(1, min(self.parts, NEON_SUMS // sums))
+        return [Emitter(self.b, self.level, self.places[i : i + at_once]) for i in range(0, self.parts, at_once)]
 
     # ---- memory -------------------------------------------------------------------------------------------------------
     def at(self, pointer: Value, offset: Value | int) -> Value:
@@ -52,20 +68,20 @@ class Emitter:
     def load(self, pointer: Value, kind: ir.Type, offset: int = 0) -> Wide:
         """64 bytes at pointer + offset as native vectors of `kind`."""
         step = self.level.vector_bytes
-        return [self._load_one(self.at(pointer, offset + i * step), kind) for i in range(self.parts)]
+        return [self._load_one(self.at(pointer, offset + i * step), kind) for i in self.places]
 
     def _load_one(self, pointer: Value, kind: ir.Type) -> Value:
         return self.b.load(self.b.bitcast(pointer, kind.as_pointer()), align=1)
 
     def store(self, wide: Wide, pointer: Value, offset: int = 0) -> None:
         step = self.level.vector_bytes
-        for i, part in enumerate(wide):
+        for i, part in zip(self.places, wide, strict=True):
             self.b.store(part, self.b.bitcast(self.at(pointer, offset + i * step), part.type.as_pointer()), align=1)
 
     def load_half(self, pointer: Value) -> Wide:
         """16 half-precision numbers as float32."""
         lanes = self.level.vector_bytes // 4
-        return [self._widen_half(self.at(pointer, 2 * lanes * i), lanes) for i in range(self.parts)]
+        return [self._widen_half(self.at(pointer, 2 * lanes * i), lanes) for i in self.places]
 
     def _widen_half(self, pointer: Value, lanes: int) -> Value:
         if HAS_F16C:
@@ -109,12 +125,36 @@ class Emitter:
         splat = self.splat(scalar, self.f32 if word == F32 else self.i32)
         return [self.b.bitcast(splat[0], kind)] * self.parts
 
+    def load_word(self, pointer: Value, index: int, words: int, kind: ir.VectorType) -> Wide:
+        """Word `index` of the `words` at `pointer` in every 32-bit lane. Arm loads four words at once, since its instructions take a
+        factor from any lane of a register, while a load into every lane takes a turn of the SIMD units."""
+        if self.level.name != "neon" or words % 4:
+            return self.load_splat(pointer, 4 * index, kind)
+        word = F32 if kind.element == F32 else I32
+        four = self._load_one(self.at(pointer, index // 4 * 16), ir.VectorType(word, 4))
+        every = self.b.shuffle_vector(four, four, ir.Constant(ir.VectorType(I32, 4), [index % 4] * 4))
+        return Word([self.b.bitcast(every, kind)] * self.parts)
+
     # ---- lane-wise -----------------------------------------------------------------------------------------------------
     def each(self, operation: Callable[..., Value], *wides: Wide) -> Wide:
         return [operation(*parts) for parts in zip(*wides, strict=True)]
 
     def to_float(self, wide: Wide) -> Wide:
         return [self.b.sitofp(part, self.f32) for part in wide]
+
+    def small_start(self, offset: Wide) -> Wide:
+        """Where an integer sum has to start that shall be `offset` plus what is added, and ends in `small_to_float`."""
+        if self.level.name != "neon":
+            return offset
+        return self.each(self.b.add, offset, self.constant(self.i32, SMALL_BITS))
+
+    def small_to_float(self, sums: Wide) -> Wide:
+        """Integers within ±2^22, whose sums began with `small_start`, as floats. Arm converts slowly; there the sum was made in the bits of
+        the float SMALL, whose last bit counts ones."""
+        if self.level.name != "neon":
+            return self.to_float(sums)
+        small = self._splat_constant(self.f32, SMALL)
+        return [self.b.fsub(self.b.bitcast(part, self.f32), small) for part in sums]
 
     def fma(self, x: Wide, y: Wide, z: Wide) -> Wide:
         """x·y + z with one rounding, on every level."""
@@ -217,6 +257,8 @@ class Emitter:
 
     def _dot_generic(self, acc: Wide, u: Wide, v: Wide) -> Wide:
         if self.level.name == "neon":
+            if isinstance(u, Word):  # `sdot` takes its last factor from a lane
+                u, v = v, u
             function = self._function("llvm.aarch64.neon.sdot.v4i32.v16i8", self.i32, [self.i32, self.i8, self.i8])
             return self.each(lambda a, x, y: self.b.call(function, [a, x, y]), acc, u, v)
         return self.each(self._dot_plain, acc, u, v)

@@ -23,18 +23,21 @@ from qwenc.errors import UsageError
 
 try:
     import numba
-    from numba.core import caching
+    from numba.core import caching, codegen
     from numba.extending import overload
 except ValueError as error:  # a NUMBA_* variable that it cannot read
     raise UsageError(f"numba does not start: {error}") from None
 
-from qwenc.kernels.level import LEVEL
+from qwenc.kernels.level import LEVEL, arm_features, named_features
 from qwenc.machine.folders import cache_root
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 PACKAGE = Path(__file__).resolve().parent.parent
 KERNEL_ROOMS = ("kernels", "attention", "model", "checkpoint")
+
+if arm_features() and named_features() is None:  # else LLVM ends the process at the first `sdot` for a CPU that it does not know by name
+    numba.config.CPU_FEATURES = ",".join([codegen.get_host_cpu_features(), *(f"+{name}" for name in sorted(arm_features()))]).strip(",")
 
 
 FLAGS = {"nogil": True, "error_model": "numpy", "boundscheck": False}

@@ -5,6 +5,7 @@ Every level gives the same integers and, since every float operation is written 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 from dataclasses import dataclass
@@ -48,14 +49,38 @@ LEVELS = (
 )
 
 
+# Arm features that LLVM does not report of its host though it knows them: bits of AT_HWCAP, where the kernel tells what all cores have.
+AT_HWCAP = 16
+HWCAP_BITS = {"fullfp16": 10, "dotprod": 20}
+
+
 def host_features() -> frozenset[str]:
     """CPU feature names as LLVM spells them. NUMBA_CPU_FEATURES replaces them, and NUMBA_CPU_NAME alone leaves none, as in Numba."""
-    named = os.environ.get("NUMBA_CPU_FEATURES")
-    if named is None and os.environ.get("NUMBA_CPU_NAME"):
-        named = ""
+    named = named_features()
     if named is not None:
         return frozenset(f[1:] for f in named.split(",") if f.startswith("+"))
-    return frozenset(name for name, present in llvm.get_host_cpu_features().items() if present)
+    return frozenset(name for name, present in llvm.get_host_cpu_features().items() if present) | arm_features()
+
+
+def named_features() -> str | None:
+    """The features that the user names for Numba; None leaves them to be found out."""
+    named = os.environ.get("NUMBA_CPU_FEATURES")
+    return "" if named is None and os.environ.get("NUMBA_CPU_NAME") else named
+
+
+def arm_features() -> frozenset[str]:
+    """What an Arm system tells of HWCAP_BITS. Numba has to be told of them: see kernels/jit.py."""
+    if platform.machine().lower() not in ARM:
+        return frozenset()
+    if platform.system() == "Darwin":
+        return frozenset(HWCAP_BITS)  # every Apple silicon
+    try:
+        capabilities = ctypes.CDLL(None).getauxval
+    except (OSError, AttributeError):
+        return frozenset()
+    capabilities.argtypes, capabilities.restype = [ctypes.c_ulong], ctypes.c_ulong
+    present = capabilities(AT_HWCAP)
+    return frozenset(name for name, bit in HWCAP_BITS.items() if present >> bit & 1)
 
 
 def available_levels() -> list[Level]:

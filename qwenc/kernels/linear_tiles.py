@@ -13,53 +13,57 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from qwenc.kernels.emit import I64, LANES, Accumulators, Emitter, Value, Wide, two_pieces
+from qwenc.kernels.emit import I64, LANES, NEON_SUMS, Accumulators, Emitter, Value, Wide, two_pieces
 from qwenc.kernels.simd import pointer_to
 
 # Bytes of codes that one token's matrices are fetched ahead: a page, since the core's own prefetcher stops at the end of each. It makes
 # decode 10 % quicker (docs/benchmarks.md).
 AHEAD = 4096
 GROUP = 32  # weights and activations that share a scale
-CELL = 4  # products that one lane sums at once
 PIECES_TOP = np.float32(16319.0)  # 128·127 + 63: the largest value in two signed pieces, 128·high + low
 
 
 # ---- linear: y[t, row] = Σ_k w[row, k]·x[t, k] for 16 rows ------------------------------------------------------------------
 def _linear_q4_group(e: Emitter, at: Callable[[str], Value], tokens: int) -> list[Wide]:
-    """Integer sums of one group of 32: (code − 8)·x, by the offset −8·Σx that the activations carry."""
-    offsets = [e.load_splat(at("xo"), 4 * t, e.i32) for t in range(tokens)]
+    """Sums of one group of 32, as floats: (code − 8)·x, by the offset −8·Σx that the activations carry."""
+    offsets = [e.small_start(e.load_splat(at("xo"), 4 * t, e.i32)) for t in range(tokens)]
     acc = [e.nibble_start(offset) for offset in offsets]
     for j in range(4):
         codes = e.load(at("codes"), e.i8, 64 * j)
         for half, nibbles in ((j, e.low_nibbles(codes)), (j + 4, e.high_nibbles(codes))):
             for t in range(tokens):
-                acc[t] = e.dot_nibbles(acc[t], nibbles, e.load_splat(at("x"), CELL * (half * tokens + t), e.i8))
-    return [e.nibble_sum(a, offset) for a, offset in zip(acc, offsets, strict=True)]
+                acc[t] = e.dot_nibbles(acc[t], nibbles, e.load_word(at("x"), half * tokens + t, 8 * tokens, e.i8))
+    return [e.small_to_float(e.nibble_sum(a, offset)) for a, offset in zip(acc, offsets, strict=True)]
 
 
 def _linear_q8_group(e: Emitter, at: Callable[[str], Value], tokens: int) -> list[Wide]:
-    """Integer sums of one group of 32 signed codes."""
+    """Sums of one group of 32 signed codes, as floats."""
+    return [e.small_to_float(total) for total in _linear_q8_sums(e, at, tokens, e.small_start)]
+
+
+def _linear_q8_sums(e: Emitter, at: Callable[[str], Value], tokens: int, start: Callable[[Wide], Wide]) -> list[Wide]:
+    """The same as integers, on top of start(0)."""
     acc = []
     for t in range(tokens):
         if e.level.signed_bias:  # the carried offset is −8·Σx, wanted here is −bias·Σx
             offset = e.load_splat(at("xo"), 4 * t, e.i32)
-            acc.append(e.each(e.b.mul, offset, e.constant(e.i32, e.level.signed_bias // 8)))
+            acc.append(start(e.each(e.b.mul, offset, e.constant(e.i32, e.level.signed_bias // 8))))
         else:
-            acc.append(e.constant(e.i32, 0))
+            acc.append(start(e.constant(e.i32, 0)))
     for j in range(8):
         codes = e.prepare_signed(e.load(at("codes"), e.i8, 64 * j))
         for t in range(tokens):
-            acc[t] = e.dot_signed(acc[t], codes, e.load_splat(at("x"), CELL * (j * tokens + t), e.i8))
+            acc[t] = e.dot_signed(acc[t], codes, e.load_word(at("x"), j * tokens + t, 8 * tokens, e.i8))
     return acc
 
 
 def _linear_q8_fine_group(e: Emitter, at: Callable[[str], Value], tokens: int) -> list[Wide]:
     """The same for activations in two pieces: as if there were twice as many tokens, joined at the end."""
-    acc = _linear_q8_group(e, at, 2 * tokens)
-    return [two_pieces(e, acc[2 * t], acc[2 * t + 1]) for t in range(tokens)]
+    acc = _linear_q8_sums(e, at, 2 * tokens, lambda zero: zero)
+    return [e.to_float(two_pieces(e, acc[2 * t], acc[2 * t + 1])) for t in range(tokens)]
 
 
-# format -> bytes of a group of 16 rows × 32 inputs, pieces of an activation, integer sums of a group
+# format -> bytes of a group of 16 rows × 32 inputs, pieces of an activation, sums of a group
 QUANTISED = {"q4": (256, 1, _linear_q4_group), "q8fast": (512, 1, _linear_q8_group), "q8": (512, 2, _linear_q8_fine_group)}
 
 
@@ -85,21 +89,24 @@ def make_linear(fmt: str, tokens: int) -> Any:
                 "xs": (pointer_to(context, builder, sig.args[5], xs_v, first), 4 * tokens),
                 "xo": (pointer_to(context, builder, sig.args[6], xo_v, builder.mul(first, I64(pieces))), 4 * tokens * pieces),
             }
-            sums = Accumulators(e, e.f32, tokens)
+            # the float sums stay in registers; of the integer sums only those of one native vector find room beside them
+            slices = [(part, Accumulators(part, e.f32, tokens)) for part in e.slices(NEON_SUMS)]
             with cgutils.for_range(builder, groups_v) as loop:
                 pointers = {name: e.at(base, builder.mul(loop.index, I64(step))) for name, (base, step) in bases.items()}
                 if tokens == 1:
                     for line in range(0, group_bytes, 64):
                         e.prefetch(e.at(pointers["codes"], AHEAD + line), cache=1)
                     e.prefetch(e.at(pointers["scales"], AHEAD * 2 * LANES // group_bytes), cache=1)
-                integers = sum_group(e, pointers.__getitem__, tokens)
-                weight_scale = e.load_half(pointers["scales"])
-                for t in range(tokens):
-                    scaled = e.each(builder.fmul, e.to_float(integers[t]), e.load_splat(pointers["xs"], 4 * t, e.f32))
-                    sums.set(t, e.fma(scaled, weight_scale, sums.get(t)))
+                for part, sums in slices:
+                    group_sums = sum_group(part, pointers.__getitem__, tokens)
+                    weight_scale = part.load_half(pointers["scales"])
+                    for t in range(tokens):
+                        scaled = part.each(builder.fmul, group_sums[t], part.load_word(pointers["xs"], t, tokens, e.f32))
+                        sums.set(t, part.fma(scaled, weight_scale, sums.get(t)))
             out_p = pointer_to(context, builder, sig.args[9], out_v, out_at_v)
-            for t in range(tokens):
-                e.store(sums.get(t), out_p, 4 * LANES * t)
+            for part, sums in slices:
+                for t in range(tokens):
+                    part.store(sums.get(t), out_p, 4 * LANES * t)
             return context.get_dummy_value()
 
         at = types.intp

@@ -13,7 +13,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
-from qwenc.kernels.emit import F32X16, I8, I16, I32, I32X16, I64, LANES, Emitter, Value
+from qwenc.kernels.emit import F32X16, I8, I16, I32, I32X16, I64, LANES, SMALL, SMALL_BITS, Emitter, Value
+from qwenc.kernels.level import LEVEL
 
 
 class VectorType(types.Type):
@@ -158,7 +159,10 @@ def load_half(typingctx, array, index):
 
 
 def _rounded(b: ir.IRBuilder, x: Value) -> Value:
-    """Nearest integers (ties to even) as i32 lanes; what a NaN becomes is not defined."""
+    """Nearest integers (ties to even) as i32 lanes, for floats within ±2^22; what a NaN becomes is not defined."""
+    if LEVEL.name == "neon":  # which rounds and converts slowly: adding SMALL leaves the integer in the last bits
+        bits = b.bitcast(b.fadd(x, _constant(SMALL)), I32X16)
+        return b.sub(bits, _constant(SMALL_BITS, I32X16))
     return b.fptosi(_call(b, "llvm.rint", x), I32X16)
 
 

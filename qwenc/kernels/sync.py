@@ -70,8 +70,9 @@ def relax(typingctx):
     def codegen(context, builder, sig, values):
         void = ir.VoidType()
         if LEVEL.machines == ARM:
-            hint = cgutils.get_or_insert_function(builder.module, ir.FunctionType(void, [I32]), "llvm.aarch64.hint")
-            builder.call(hint, [I32(1)])
+            # the instruction barrier lasts about as long as x86's pause; `yield` does nothing on most cores
+            isb = cgutils.get_or_insert_function(builder.module, ir.FunctionType(void, [I32]), "llvm.aarch64.isb")
+            builder.call(isb, [I32(15)])
         elif LEVEL.vector_bytes > 16:
             builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(void, []), "llvm.x86.sse2.pause"), [])
         return context.get_dummy_value()

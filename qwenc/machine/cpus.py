@@ -1,49 +1,69 @@
 """Which CPUs this process may use, which of them are fast, and how many threads that makes.
 
-Fast: sysfs capacity at least half of the largest. Limits: the affinity mask and the cgroup CPU quota, whichever is smaller; both are
-respected and never widened.
+A CPU is fast if it has at least half the speed of the machine's fastest; of CPUs that are threads of one core, one counts. Limits: the
+affinity mask and the cgroup CPU quota, whichever is smaller; both are respected and never widened.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import platform
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from qwenc.errors import UsageError
+from qwenc.machine.quota import cgroup_quota
+from qwenc.machine.topology import Topology, read_topology
+from qwenc.settings import cpu_list
+
 DEFAULT_THREADS = 4
+SPEED_CLASSES = 8  # CPUs within an eighth of the fastest are equals: the better half of one cluster is not worth a mixed team
 
 
 @dataclass(frozen=True, slots=True)
 class CpuChoice:
-    """threads to run; cores: the CPU of each thread, in order; usable: CPUs in the mask; fast: those of them that are fast; quota: CPUs
-    that the cgroup
-    grants, None = no limit; note: one line if less was given than asked for."""
+    """threads to run; cores: the CPU of each thread, in order; usable: CPUs in the mask; fast: those of them that are fast, one per core;
+    quota: CPUs that the cgroup grants, None = no limit; told_by: what the speeds were read from; note: one line if less was given than
+    asked for."""
 
     threads: int
     cores: tuple[int, ...]
     usable: tuple[int, ...]
     fast: tuple[int, ...]
     quota: float | None
+    told_by: str | None = None
     note: str | None = None
 
+    def describe(self) -> str:
+        """4 threads, cores 4-7 (usable 0-7, fast 4-7 by cpu_capacity)"""
+        known = f" by {self.told_by}" if self.told_by else ""
+        limit = "" if self.quota is None else f", CPU quota {self.quota:g}"
+        threads = f"{self.threads} thread{'' if self.threads == 1 else 's'}"
+        return f"{threads}, cores {show_cores(self.cores)} (usable {show_cores(self.usable)}, fast {show_cores(self.fast)}{known}{limit})"
 
-def choose_cpus(wanted: int | None, sysfs: Path = Path("/sys"), mask: set[int] | None = None) -> CpuChoice:
-    """`wanted` threads, or the default: up to 4 fast cores. Never more than the mask and the quota give."""
+
+def choose_cpus(wanted: int | None, named: str | None = None, root: Path = Path("/"), mask: set[int] | None = None) -> CpuChoice:
+    """`wanted` threads on the CPUs `named` ("4-7"); by default one on each of those, or on up to 4 fast cores. Never more than the mask
+    and the quota give. `root` stands for /. Raises UsageError for a named CPU outside the mask."""
     usable = sorted(affinity_mask() if mask is None else mask)
-    fast = fast_cores(usable, sysfs)
-    quota = cgroup_quota(sysfs / "fs/cgroup")
-    most = len(usable) if quota is None else min(len(usable), max(1, math.ceil(quota)))
-    note = None
-    if wanted is None:
-        threads = min(DEFAULT_THREADS, len(fast), most)
+    topology = read_topology(usable, root)
+    fast = _fast(usable, topology)
+    quota = cgroup_quota(root)
+    if named is None:
+        order = [*fast, *sorted(set(usable) - set(fast), key=lambda cpu: _rank(cpu, topology))]
+        default = min(DEFAULT_THREADS, len(fast))
     else:
-        threads = min(wanted, most)
-        if threads < wanted:
-            note = f"{wanted} threads asked for, {threads} usable here (affinity mask and CPU quota): running {threads}"
-    order = [*fast, *(cpu for cpu in usable if cpu not in fast)]
-    return CpuChoice(threads, tuple(order[:threads]), tuple(usable), tuple(fast), quota, note)
+        order = _named(named, usable)
+        default = len(order)
+    most = len(order) if quota is None else min(len(order), max(1, math.ceil(quota)))
+    threads = min(default if wanted is None else wanted, most)
+    note = None
+    asked = wanted or (len(order) if named else 0)
+    if threads < asked:
+        limits = "CPUs named and CPU quota" if named else "affinity mask and CPU quota"
+        note = f"{asked} threads asked for, {threads} usable here ({limits}): running {threads}"
+    return CpuChoice(threads, tuple(order[:threads]), tuple(usable), tuple(sorted(fast)), quota, topology.told_by, note)
 
 
 def affinity_mask() -> set[int]:
@@ -53,75 +73,37 @@ def affinity_mask() -> set[int]:
     return set(range(os.cpu_count() or 1))
 
 
-def fast_cores(usable: list[int], sysfs: Path) -> list[int]:
-    """The usable CPUs whose capacity (or else top frequency) is at least half of the largest of all CPUs; all where nothing is told."""
-    for name in ("cpu_capacity", "cpufreq/cpuinfo_max_freq"):
-        told = {cpu: _number(sysfs / f"devices/system/cpu/cpu{cpu}" / name) for cpu in usable}
-        known = {cpu: value for cpu, value in told.items() if value is not None}
-        if len(known) == len(usable):
-            largest = max(known.values())
-            return [cpu for cpu in usable if 2 * known[cpu] >= largest]
-    return list(usable)
+def show_cores(cores: Sequence[int]) -> str:
+    """CPU numbers as ranges: 0-3,8."""
+    parts: list[list[int]] = []
+    for core in sorted(cores):
+        if parts and core == parts[-1][-1] + 1:
+            parts[-1].append(core)
+        else:
+            parts.append([core])
+    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
-def cgroup_quota(root: Path) -> float | None:
-    """CPUs that the cgroup and its ancestors grant: v2 `cpu.max`, v1 `cpu.cfs_quota_us`; the least of all. None without a limit."""
-    own = own_cgroups()
-    quotas = []
-    for folder in and_parents(root, own.get("", "")):
-        quota, _, period = (_text(folder / "cpu.max") or "max").partition(" ")
-        quotas.append(_ratio(quota, period or "100000"))
-    for name in ("cpu", "cpu,cpuacct"):
-        for folder in and_parents(root / name, own.get("cpu", "")):
-            quotas.append(_ratio(_text(folder / "cpu.cfs_quota_us") or "-1", _text(folder / "cpu.cfs_period_us") or "100000"))
-    return min((quota for quota in quotas if quota is not None), default=None)
+def _fast(usable: list[int], topology: Topology) -> list[int]:
+    """One usable CPU of every fast core, the fastest first; of every core where none of the usable ones is fast or nothing is told."""
+    firsts: dict[int, int] = {}
+    for cpu in usable:
+        firsts.setdefault(topology.core[cpu], cpu)
+    cores = sorted(firsts.values(), key=lambda cpu: _rank(cpu, topology))
+    largest = max(topology.speed.values(), default=0.0)
+    return [cpu for cpu in cores if 2 * topology.speed.get(cpu, largest) >= largest] or cores
 
 
-def and_parents(root: Path, path: str) -> list[Path]:
-    """root/path and every folder above it, down from root (inside a container the path may not exist below root)."""
-    parts = [part for part in path.split("/") if part not in ("", "..")]
-    return [root.joinpath(*parts[:depth]) for depth in range(len(parts) + 1)]
+def _rank(cpu: int, topology: Topology) -> tuple[int, int]:
+    """Sorts the fastest first, equals by number."""
+    largest = max(topology.speed.values(), default=1.0)
+    return -math.ceil(SPEED_CLASSES * topology.speed.get(cpu, largest) / largest), cpu
 
 
-def own_cgroups() -> dict[str, str]:
-    """Controller name → path of this process, "" for v2."""
-    found = {}
-    for line in (_text(Path("/proc/self/cgroup")) or "").splitlines():
-        parts = line.split(":", 2)
-        if len(parts) == 3:
-            for controller in parts[1].split(","):
-                found[controller] = parts[2]
-    return found
-
-
-def _ratio(quota: str, period: str) -> float | None:
-    try:
-        value = float(quota) / float(period)
-    except (ValueError, ZeroDivisionError):
-        return None  # "max"
-    return value if value > 0 else None
-
-
-def _number(path: Path) -> float | None:
-    try:
-        return float(path.read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def _text(path: Path) -> str | None:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return None
-
-
-def cpu_name() -> str:
-    """The CPU's own name, as /proc/cpuinfo or the platform tells it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
-            if line.lower().startswith(("model name", "hardware")):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+def _named(named: str, usable: list[int]) -> list[int]:
+    """The CPUs of a list like 4-7. Raises UsageError for one outside the mask."""
+    cpus = cpu_list(named)
+    missing = sorted(set(cpus) - set(usable))
+    if missing:
+        raise UsageError(f"cpus {named}: this process may use {show_cores(usable)}, not {show_cores(missing)}")
+    return list(cpus)

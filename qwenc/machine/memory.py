@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from qwenc.machine.cpus import and_parents, own_cgroups
+from qwenc.machine.quota import and_parents, own_cgroups
 
 
 def available_memory(meminfo: Path = Path("/proc/meminfo"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
@@ -13,7 +13,7 @@ def available_memory(meminfo: Path = Path("/proc/meminfo"), cgroups: Path = Path
     found = [kilobytes * 1024 for kilobytes in _numbers(meminfo, "MemAvailable:")]
     if not found:
         return None
-    own = own_cgroups()
+    own = own_cgroups(Path("/"))
     folders = and_parents(cgroups, own.get("", "")) + and_parents(cgroups / "memory", own.get("memory", ""))
     for folder in folders:
         for name in ("memory.max", "memory.limit_in_bytes"):

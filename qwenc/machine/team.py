@@ -1,6 +1,7 @@
 """A team of threads that run one compiled step together, each pinned to a core of its own.
 
-The calling thread only waits (so Ctrl-C reaches it at once) and is never pinned: the mask that the process was given stays as it was.
+The calling thread only waits (so Ctrl-C reaches it at once) and is never pinned: the mask that the process was given stays as it was, and
+the team's masks end with its threads.
 """
 
 from __future__ import annotations
@@ -26,9 +27,12 @@ class _Job:
 
 
 class ThreadTeam:
-    """`run(function)` calls function(rank) on every thread and returns when all are done. Close it to end the threads."""
+    """`run(function)` calls function(rank) on every thread and returns when all are done. Close it to end the threads.
 
-    def __init__(self, cores: Sequence[int], *, pin: bool = True):
+    cores: the CPU of each thread. Without `pin` the threads may move, `within` those CPUs if any are given. pin_error: why a thread could
+    not be bound, None if all were."""
+
+    def __init__(self, cores: Sequence[int], *, pin: bool = True, within: Sequence[int] = ()):
         self.size = len(cores)
         self.pin_error: str | None = None
         self._process = os.getpid()
@@ -36,11 +40,13 @@ class ThreadTeam:
         self._jobs: list[queue.SimpleQueue] = [queue.SimpleQueue() for _ in cores]
         self._wake: queue.SimpleQueue = queue.SimpleQueue()
         self._threads = [
-            threading.Thread(target=self._serve, args=(rank, core if pin else None), name=f"qwenc-{rank}", daemon=True)
+            threading.Thread(target=self._serve, args=(rank, {core} if pin else set(within)), name=f"qwenc-{rank}", daemon=True)
             for rank, core in enumerate(cores)
         ]
         for thread in self._threads:
             thread.start()
+        for _ in self._threads:
+            self._wake.get()  # bound, or known not to be
 
     def run(
         self, function: Callable[[int], Any], on_interrupt: Callable[[], None] | None = None, on_error: Callable[[], None] | None = None
@@ -83,9 +89,10 @@ class ThreadTeam:
             jobs.put(None)
         self._jobs = []
 
-    def _serve(self, rank: int, core: int | None) -> None:
-        if core is not None:
-            self._pin(core)
+    def _serve(self, rank: int, cpus: set[int]) -> None:
+        if cpus:
+            self._bind(cpus)
+        self._wake.put(None)
         jobs = self._jobs[rank]
         while (job := jobs.get()) is not None:
             if job.taken[rank]:
@@ -101,11 +108,11 @@ class ThreadTeam:
             job.errors.append(error)
             self._wake.put(None)
 
-    def _pin(self, core: int) -> None:
-        """Bind the calling thread (0 = itself) to one core, where the system lets us."""
+    def _bind(self, cpus: set[int]) -> None:
+        """Bind the calling thread (0 = itself) to these CPUs, where the system lets us."""
         if not hasattr(os, "sched_setaffinity"):
             return
         try:
-            os.sched_setaffinity(0, {core})
+            os.sched_setaffinity(0, cpus)
         except OSError as error:
             self.pin_error = f"threads are not pinned: {error.strerror or error}"
