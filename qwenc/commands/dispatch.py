@@ -14,6 +14,7 @@ from qwenc.commands.info import info
 from qwenc.commands.params import DefaultGroup, debugging
 from qwenc.commands.run import INTERRUPTED, run
 from qwenc.commands.screen import ClosedPipe, one_line, say, say_traceback, silence
+from qwenc.commands.sweep import sweep
 from qwenc.errors import QwencError, UsageError
 
 FAILED = 1
@@ -36,7 +37,7 @@ def cli() -> None:
     """Run Qwen3-family checkpoints on a CPU."""
 
 
-for command in (run, info, env, convert):
+for command in (run, info, env, convert, sweep):
     cli.add_command(command)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
 
-from qwenc.attention.cache import new_cache
+from qwenc.attention.cache import PAGE, new_cache
 from qwenc.checkpoint.packed import Packed
 from qwenc.config.rope import rope_inv_freq, rope_tables
 from qwenc.errors import QwencError, UsageError
@@ -44,6 +44,13 @@ class Model:
     def angles(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """cos and sin float32 [count, head_dim/2] of the positions from `first` on."""
         return rope_tables(self.inv_freq, self.rope_scaling, np.arange(first, first + count))
+
+
+class Mark(NamedTuple):
+    """A point of a context: its length, and the cache's page that the next token goes to."""
+
+    length: int
+    page: tuple[np.ndarray, ...]
 
 
 class Sequence:
@@ -106,6 +113,31 @@ class Sequence:
     def kept_blocks(self) -> np.ndarray:
         """Which blocks the last sparse step chose, uint8 [layers, kv_heads, blocks] (with `watch`)."""
         return self._decode_buffers.kept.reshape(self.model.shape.layers, self.model.shape.kv_heads, -1)
+
+    def mark(self) -> Mark:
+        """This point, to come back to: pages before the last one are never written again."""
+        page = self.length // PAGE
+        return Mark(self.length, tuple(array[page].copy() for array in self.cache if page < len(array)))
+
+    def rewind(self, mark: Mark) -> None:
+        """Go back to `mark`, made on this cache."""
+        page = mark.length // PAGE
+        for array, saved in zip(self.cache, mark.page, strict=False):
+            array[page] = saved
+        self.length = mark.length
+
+    def take_over(self, other: Sequence, mark: Mark) -> None:
+        """Share the cache of `other`, as it was at `mark`. Raises UsageError for a cache of another kind or a capacity below the mark."""
+        if other.model.config != self.model.config or type(other.cache) is not type(self.cache):
+            raise UsageError("a session can only go on in a cache of its own kind")
+        if mark.length > self.capacity or self.capacity > other.capacity:
+            raise UsageError(f"a session of {self.capacity} tokens cannot go on after {mark.length} in one of {other.capacity}")
+        self.cache = other.cache
+        self.rewind(mark)
+
+    def kv_bytes(self) -> int:
+        """Bytes of the tokens in the cache."""
+        return sum(array[0].nbytes for array in self.cache) * self.length // PAGE
 
     def compile(self, reporter: Reporter) -> None:
         """Compile both steps, or load them from the cache."""
