@@ -8,6 +8,7 @@ import sys
 
 import click
 
+from qwenc.commands.bench import bench
 from qwenc.commands.convert import convert
 from qwenc.commands.env import env
 from qwenc.commands.info import info
@@ -37,7 +38,7 @@ def cli() -> None:
     """Run Qwen3-family checkpoints on a CPU."""
 
 
-for command in (run, info, env, convert, sweep):
+for command in (run, info, env, convert, bench, sweep):
     cli.add_command(command)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import click
@@ -12,6 +12,7 @@ from qwenc.commands.options import run_options
 from qwenc.commands.params import FileName, Option, WholeNumber, YesNo, color_option, option, quiet_option, verbose_option
 from qwenc.commands.tables import FORMATS
 from qwenc.errors import UsageError
+from qwenc.report import Reporter
 from qwenc.settings import Settings
 
 SCALAR = ("pin", "ctx_size", "offline")  # settings that are one value for a whole study
@@ -107,6 +108,12 @@ class Chosen:
     model: str
     base: dict[str, Any]
     lists: dict[str, Sequence[Any]]
+
+    def open_engine(self, settings: Settings, reporter: Reporter) -> Any:
+        """The model with `settings`."""
+        import qwenc.engine
+
+        return qwenc.engine.load(self.model, reporter=reporter, **asdict(settings))
 
 
 def read_settings(values: dict[str, Any]) -> Chosen:

@@ -91,11 +91,6 @@ def prepare(chosen: Chosen, values: dict[str, Any]) -> tuple[Any, ScreenReporter
     )
     reporter = ScreenReporter(values["quiet"], values["verbose"], wants_color(values["color"], sys.stderr))
 
-    def open_engine(settings: Any, progress: Any) -> Any:
-        import qwenc.engine
-
-        return qwenc.engine.load(chosen.model, reporter=progress, **asdict(settings))
-
     def open_journal(conditions: dict[str, Any]) -> Journal:
         path = Path(values["journal"]) if values["journal"] else _default_journal(plan, conditions)
         journal = Journal(path, conditions, resume=values["resume"])
@@ -104,7 +99,7 @@ def prepare(chosen: Chosen, values: dict[str, Any]) -> tuple[Any, ScreenReporter
         )
         return journal
 
-    return Sweep(plan, open_engine, open_journal, reporter), reporter
+    return Sweep(plan, chosen.open_engine, open_journal, reporter), reporter
 
 
 def _default_journal(plan: Any, conditions: dict[str, Any]) -> Path:

@@ -5,72 +5,33 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-PEOPLE = [
-    "Ada",
-    "Bruno",
-    "Clara",
-    "Dimitri",
-    "Edith",
-    "Farid",
-    "Greta",
-    "Henrik",
-    "Irena",
-    "Jonas",
-    "Katya",
-    "Leopold",
-    "Mira",
-    "Nikolai",
-    "Olga",
-    "Pavel",
-    "Rosa",
-    "Stefan",
-    "Tilda",
-    "Viktor",
-]
-PLACES = [
-    "Aldermoor",
-    "Brackwater",
-    "Castleford",
-    "Dunmere",
-    "Elmstead",
-    "Farrow",
-    "Greyhaven",
-    "Holloway",
-    "Ironbridge",
-    "Kettering",
-    "Larkfield",
-    "Millbrook",
-]
-THINGS = [
-    "the old mill",
-    "the harbour wall",
-    "a stone bridge",
-    "the market square",
-    "the village school",
-    "a narrow lane",
-    "the railway station",
-    "a walled garden",
-    "the ferry house",
-    "the north tower",
-    "a row of lime trees",
-    "the public library",
-]
+# fmt: off
+PEOPLE = (
+    "Ada", "Bruno", "Clara", "Dimitri", "Edith", "Farid", "Greta", "Henrik", "Irena", "Jonas", "Katya", "Leopold", "Mira", "Nikolai",
+    "Olga", "Pavel", "Rosa", "Stefan", "Tilda", "Viktor",
+)
+PLACES = (
+    "Aldermoor", "Brackwater", "Castleford", "Dunmere", "Elmstead", "Farrow", "Greyhaven", "Holloway", "Ironbridge", "Kettering",
+    "Larkfield", "Millbrook",
+)
+THINGS = (
+    "the old mill", "the harbour wall", "a stone bridge", "the market square", "the village school", "a narrow lane",
+    "the railway station", "a walled garden", "the ferry house", "the north tower", "a row of lime trees", "the public library",
+)
 DEEDS = (
-    ["repaired", "painted", "measured", "described", "bought", "sold", "visited", "drew", "photographed", "abandoned", "inherited", "rebuilt"]
-)  # fmt: skip
-REASONS = [
-    "because the winter had been long",
-    "although nobody had asked for it",
-    "before the first snow fell",
-    "while the council was still debating",
-    "so that the children could pass safely",
-    "after three years of patient work",
-    "since the river had changed its course",
-    "when the letters stopped coming",
-    "in spite of the weather",
+    "repaired", "painted", "measured", "described", "bought", "sold", "visited", "drew", "photographed", "abandoned", "inherited",
+    "rebuilt",
+)
+REASONS = (
+    "because the winter had been long", "although nobody had asked for it", "before the first snow fell",
+    "while the council was still debating", "so that the children could pass safely", "after three years of patient work",
+    "since the river had changed its course", "when the letters stopped coming", "in spite of the weather",
     "for the sake of an old promise",
-]
-OPENINGS = ["In the spring of {year}", "By {year}", "Late in {year}", "Some time before {year}", "In {year}"]
+)
+OPENINGS = (
+    "In the spring of {year}", "By {year}", "Late in {year}", "Some time before {year}", "In {year}",
+)
+# fmt: on
 ASIDES = (
     "It was said that {person} had never seen anything like it.",
     "{person} kept a record of the costs, which came to {count} crowns in all.",
@@ -85,7 +46,7 @@ def paragraphs(seed: int = 0) -> Iterator[str]:
     """Paragraphs without end."""
     draw = random.Random(seed).random  # the one method whose sequence Python promises to keep
 
-    def pick(choices: list[str] | tuple[str, ...]) -> str:
+    def pick(choices: tuple[str, ...]) -> str:
         return choices[int(draw() * len(choices))]
 
     def words() -> dict[str, object]:

@@ -18,6 +18,7 @@ from qwenc.study import measure
 from qwenc.study.arms import Arm, baseline
 from qwenc.study.divergence import diverge
 from qwenc.study.journal import Journal
+from qwenc.study.progress import Inner
 from qwenc.study.texts import Text, text_ids
 
 
@@ -76,12 +77,11 @@ class Sweep:
         try:
             text = None
             for repeat in range(self.plan.repeats):
-                for arms in _by(self.plan.arms, lambda arm: arm.engine_key):
+                for arms in grouped(self.plan.arms, lambda arm: arm.engine_key):
                     if journal is not None and not self._missing(arms, repeat):
                         self._advance(arms, self.plan.lengths)
                         continue
-                    progress = _Progress(self)
-                    with self.open_engine(arms[0].settings, progress) as engine:
+                    with self.open_engine(arms[0].settings, Inner(self.reporter, self._tell)) as engine:
                         self._check_room(engine)
                         if journal is None or text is None:
                             text = text_ids(engine, max(self.plan.lengths) + self.plan.decode + 1, self.plan.text, self.plan.text_name)
@@ -124,7 +124,7 @@ class Sweep:
             if self._missing([arm], repeat):
                 measure.warm_up(engine, arm.settings, text.ids)
         for n in self.plan.lengths:
-            groups = _by(arms, lambda arm: arm.prefill_key) if self.plan.share_prefill else [[arm] for arm in arms]
+            groups = grouped(arms, lambda arm: arm.prefill_key) if self.plan.share_prefill else [[arm] for arm in arms]
             turn = repeat % len(groups)
             references: dict[Arm, np.ndarray] = {}
             for group in groups[turn:] + groups[:turn]:
@@ -187,9 +187,9 @@ class Sweep:
     # ---- progress --------------------------------------------------------------------------------------------------------------
     def _advance(self, arms: Sequence[Arm], lengths: Sequence[int]) -> None:
         self._done += len(arms) * sum(lengths)
-        self.tell(0)
+        self._tell(0)
 
-    def tell(self, more: float) -> None:
+    def _tell(self, more: float) -> None:
         total = self.plan.total_tokens()
         self.reporter.progress("sweep", min(self._done + more, total - 1), total, "tokens")
 
@@ -202,25 +202,6 @@ class Sweep:
             )
 
 
-class _Progress(Reporter):
-    """What an engine reports, inside a sweep: notes pass, the progress of a prefill moves the sweep's own bar."""
-
-    def __init__(self, sweep: Sweep):
-        self.sweep = sweep
-
-    def note(self, text: str) -> None:
-        self.sweep.reporter.note(text)
-
-    def detail(self, text: str) -> None:
-        self.sweep.reporter.detail(text)
-
-    def progress(self, stage: str, done: float, total: float, unit: str = "") -> None:
-        if stage == "prefill":
-            self.sweep.tell(done)
-        else:
-            self.sweep.reporter.progress(stage, done, total, unit)
-
-
 def identity(engine: Any) -> str:
     """What tells one model from another: its name and a hash of what it was made of."""
     packed = engine.packed
@@ -228,7 +209,8 @@ def identity(engine: Any) -> str:
     return f"{source} {packed.metadata.get('source_hash', packed.file_bytes)}"
 
 
-def _by(arms: Sequence[Arm], key: Callable[[Arm], Any]) -> list[list[Arm]]:
+def grouped(arms: Sequence[Arm], key: Callable[[Arm], Any]) -> list[list[Arm]]:
+    """The arms by key, in the order of their first appearance."""
     groups: dict[Any, list[Arm]] = {}
     for arm in arms:
         groups.setdefault(key(arm), []).append(arm)
