@@ -40,13 +40,12 @@ def bench(ctx: click.Context, **values: Any) -> None:
     """Measure tokens a second of prompt processing and of generation, mean ± standard deviation, on random tokens."""
     chosen = read_settings(values)
     form = default_format(values["output"])
-    from qwenc.study.arms import cross
     from qwenc.study.bench import Bench, tests_of
 
     reporter = ScreenReporter(values["quiet"], values["verbose"], wants_color(values["color"], sys.stderr))
 
     tests = tests_of(values["prompts"], values["generations"], values["depths"])
-    study = Bench(cross(chosen.base, chosen.lists), tests, values["repetitions"], chosen.open_engine, reporter)
+    study = Bench(chosen.arms(), tests, values["repetitions"], chosen.open_engine, reporter)
     results, interrupted = [], False
     try:
         for result in study.run():

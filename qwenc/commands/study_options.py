@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from qwenc.commands.options import run_options
-from qwenc.commands.params import FileName, Option, WholeNumber, YesNo, color_option, option, quiet_option, verbose_option
+from qwenc.commands.params import FileName, Option, WholeNumber, YesNo, color_option, option, option_name, quiet_option, verbose_option
 from qwenc.commands.tables import FORMATS
 from qwenc.errors import UsageError
 from qwenc.report import Reporter
 from qwenc.settings import Settings
+
+if TYPE_CHECKING:
+    from qwenc.study.arms import Arm
 
 SCALAR = ("pin", "ctx_size", "offline")  # settings that are one value for a whole study
 RUN = {param.name: param for param in click.command()(run_options(lambda **_values: None)).params}
@@ -68,11 +71,10 @@ def _add(function: Any, param: click.Parameter) -> Any:
 
 def _listed(param: Any, default: list | None) -> Option:
     one = YesNo() if param.is_flag else param.type
-    own = param.default if isinstance(param.default, (str, int, float)) else None  # click marks no default by an object of its own
-    start = [own] if default is None else default
-    shown = ",".join(_spell(value) for value in start) if start != [None] else None
+    start = [getattr(Settings(), param.name)] if default is None else default
+    told = start == [None] or "[default" in param.help
+    text = param.help if told else f"{param.help}  [default: {','.join(_spell(value) for value in start)}]"
     more: dict[str, Any] = {"is_flag": False, "flag_value": "on"} if param.is_flag else {}
-    text = f"{param.help} A list." if shown is None else f"{param.help} A list; default {shown}."
     names = [name for name in param.opts if name.startswith("--") or name == "-t"]
     return Option([*names, param.name], type=ListOf(one), default=start, help=text, metavar="LIST", **more)
 
@@ -108,6 +110,16 @@ class Chosen:
     model: str
     base: dict[str, Any]
     lists: dict[str, Sequence[Any]]
+
+    def arms(self) -> list[Arm]:
+        """Every combination. Raises UsageError in the words of the command line."""
+        from qwenc.study.arms import cross
+
+        try:
+            return cross(self.base, self.lists)
+        except UsageError as error:
+            named, _, rest = str(error).partition(" ")
+            raise UsageError(f"{option_name(named) if named in self.lists else named} {rest}") from None
 
     def open_engine(self, settings: Settings, reporter: Reporter) -> Any:
         """The model with `settings`."""

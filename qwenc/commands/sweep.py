@@ -47,7 +47,7 @@ each its own). Ctrl-C prints the rows so far; --resume goes on where a sweep end
 @option("--chart", is_flag=True, help="Draw attention against n in the terminal, under the table.")
 @option("--plot", type=FileName(), metavar="PATH", help="Draw the same into a .png, .svg or .pdf file (extra `plot`).")
 @option("--log-axes", is_flag=True, help="Logarithmic axes in both.")
-@setting_options()
+@setting_options(sparse_attn=[False, True])
 @output_options
 @click.pass_context
 def sweep(ctx: click.Context, **values: Any) -> None:
@@ -76,12 +76,11 @@ def sweep(ctx: click.Context, **values: Any) -> None:
 
 
 def prepare(chosen: Chosen, values: dict[str, Any]) -> tuple[Any, ScreenReporter]:
-    from qwenc.study.arms import cross
     from qwenc.study.journal import Journal
     from qwenc.study.sweep import Plan, Sweep
 
     plan = Plan(
-        arms=cross(chosen.base, chosen.lists),
+        arms=chosen.arms(),
         lengths=sorted(values["lengths"]),
         repeats=values["repeats"],
         decode=values["decode"],

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from qwenc.errors import UsageError
 from qwenc.settings import Settings
 
 FIELDS = tuple(field.name for field in fields(Settings))
@@ -43,7 +42,7 @@ class Arm:
 
 
 def is_sparse(settings: Settings) -> bool:
-    return bool(getattr(settings, "sparse_attn", False))
+    return settings.sparse_attn
 
 
 def exact(settings: Settings) -> Settings:
@@ -59,8 +58,6 @@ def cross(base: Mapping[str, Any], lists: Mapping[str, Sequence[Any]]) -> list[A
     for values in itertools.product(*(lists[name] for name in names)):
         settings = Settings.from_dict({**base, **dict(zip(names, values, strict=True))})
         found[settings if is_sparse(settings) else exact(settings)] = None
-    if not found:
-        raise UsageError("a list of settings is empty")
     ordered = sorted(found, key=is_sparse)
     varied = [name for name in FIELDS if name != "sparse_attn" and _differs(name, ordered)]
     return [Arm(settings, _label(settings, varied)) for settings in ordered]

@@ -165,4 +165,4 @@ def curves_of(sweep: Sweep, rows: Sequence[Row]) -> list[Curve]:
 def sparse_from(arm: Arm) -> int:
     """The context up to which a sparse arm keeps every key."""
     settings = arm.settings
-    return max(settings.sparse_k * settings.sparse_block, getattr(settings, "sparse_min_ctx", 0))
+    return max(settings.sparse_k * settings.sparse_block, settings.sparse_min_ctx)

@@ -73,23 +73,24 @@ class Sweep:
     _done: int = 0  # tokens of context
 
     def run(self) -> None:
-        journal = None
+        journal, text = None, None
+        engines = OneEngine(self.open_engine, Inner(self.reporter, self._tell))
         try:
-            text = None
             for repeat in range(self.plan.repeats):
                 for arms in grouped(self.plan.arms, lambda arm: arm.engine_key):
                     if journal is not None and not self._missing(arms, repeat):
                         self._advance(arms, self.plan.lengths)
                         continue
-                    with self.open_engine(arms[0].settings, Inner(self.reporter, self._tell)) as engine:
+                    engine = engines.get(arms[0])
+                    if journal is None or text is None:
                         self._check_room(engine)
-                        if journal is None or text is None:
-                            text = text_ids(engine, max(self.plan.lengths) + self.plan.decode + 1, self.plan.text, self.plan.text_name)
-                            self.source = text.source
-                            journal = self.open_journal(self._conditions(engine, text))
-                            self._take(journal.records)
-                        self._run_engine(engine, arms, repeat, text, journal)
+                        text = text_ids(engine, max(self.plan.lengths) + self.plan.decode + 1, self.plan.text, self.plan.text_name)
+                        self.source = text.source
+                        journal = self.open_journal(self._conditions(engine, text))
+                        self._take(journal.records)
+                    self._run_engine(engine, arms, repeat, text, journal, engines.warm)
         finally:
+            engines.close()
             if journal is not None:
                 journal.close()
             self.reporter.progress("sweep", 1, 1)
@@ -101,8 +102,8 @@ class Sweep:
         self.machine = {"qwenc": __version__, "cpu": cpu_name(), "layers": engine.config.num_hidden_layers}
         return {
             "model": identity(engine),
-            "text": text.digest,
             "decode": self.plan.decode,
+            "text": text.digest,
             "share_prefill": self.plan.share_prefill,
             **self.machine,
         }
@@ -119,10 +120,11 @@ class Sweep:
         return self.samples.get(Sample(arm.key(), n, repeat, {}).place)
 
     # ---- one engine ------------------------------------------------------------------------------------------------------------
-    def _run_engine(self, engine: Any, arms: Sequence[Arm], repeat: int, text: Text, journal: Journal) -> None:
+    def _run_engine(self, engine: Any, arms: Sequence[Arm], repeat: int, text: Text, journal: Journal, warm: set[Arm]) -> None:
         for arm in arms:
-            if self._missing([arm], repeat):
+            if arm not in warm and any(self._missing([arm], later) for later in range(repeat, self.plan.repeats)):
                 measure.warm_up(engine, arm.settings, text.ids)
+                warm.add(arm)
         for n in self.plan.lengths:
             groups = grouped(arms, lambda arm: arm.prefill_key) if self.plan.share_prefill else [[arm] for arm in arms]
             turn = repeat % len(groups)
@@ -200,6 +202,28 @@ class Sweep:
                 f"n={max(self.plan.lengths)} and {self.plan.decode} decoded tokens need a context of {needed}, "
                 f"this model has {engine.context_size} (-c, --ctx-size)"
             )
+
+
+class OneEngine:
+    """The engine of the arm that runs: loaded when it is asked for, and closed when another is. `warm`: arms that it is warm for."""
+
+    def __init__(self, open_engine: Callable[[Any, Reporter], Any], reporter: Reporter):
+        self._open, self._reporter = open_engine, reporter
+        self._engine: Any = None
+        self._key: tuple | None = None
+        self.warm: set[Arm] = set()
+
+    def get(self, arm: Arm) -> Any:
+        if self._engine is None or self._key != arm.engine_key:
+            self.close()
+            self._engine, self._key = self._open(arm.settings, self._reporter).__enter__(), arm.engine_key
+        return self._engine
+
+    def close(self) -> None:
+        engine, self._engine = self._engine, None
+        self.warm.clear()
+        if engine is not None:
+            engine.__exit__(None, None, None)
 
 
 def identity(engine: Any) -> str:
