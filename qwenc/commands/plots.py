@@ -46,11 +46,16 @@ def plot_attention(curves: Sequence[Curve], path: str, *, log: bool, title: str)
             points = [first + (curve.n[-1] - first) * i / 100 for i in range(101)]
             axes.plot(points, [curve.line.at(x) for x in points], color=colour, linewidth=1.4, linestyle="--" if curve.sparse else "-")
     if log:
+        from matplotlib import ticker
+
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        lengths = sorted({n for curve in curves for n in curve.n})
-        axes.set_xticks(_apart(lengths), [f"{n:,}" for n in _apart(lengths)])
-        axes.xaxis.set_minor_locator(_nothing())
+        ticks = _apart(sorted({n for curve in curves for n in curve.n}))
+        axes.set_xticks(ticks, [f"{n:,}" for n in ticks])
+        axes.xaxis.set_minor_locator(ticker.NullLocator())
+        axes.yaxis.set_major_locator(ticker.LogLocator(base=10, subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(lambda value, _place: f"{value:g}")
+        axes.yaxis.set_minor_locator(ticker.NullLocator())
     else:
         axes.set_xlim(left=0)
         axes.set_ylim(bottom=0)
@@ -105,18 +110,12 @@ def _legend(curve: Curve) -> str:
 
 
 def _apart(lengths: Sequence[int]) -> list[int]:
-    """Those lengths whose labels do not touch on a logarithmic axis."""
+    """Those lengths, the longest among them, whose labels do not touch on a logarithmic axis."""
     kept: list[int] = []
-    for n in lengths:
-        if not kept or n >= 1.35 * kept[-1]:
+    for n in reversed(lengths):
+        if not kept or 1.35 * n <= kept[-1]:
             kept.append(n)
-    return kept
-
-
-def _nothing() -> Any:
-    from matplotlib.ticker import NullLocator
-
-    return NullLocator()
+    return kept[::-1]
 
 
 def _save(figure: Any, path: str) -> None:

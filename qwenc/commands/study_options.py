@@ -55,9 +55,9 @@ def setting_options(**defaults: list) -> Callable:
     """Every setting of `qwenc run` as a list. `defaults`: other lists than the one value that run has."""
 
     def add(function: Callable) -> Callable:
-        for name in (*SCALAR[::-1], *LISTED[::-1]):
+        for name in ("offline", "pin", *LISTED[::-1], "ctx_size"):
             if name in RUN:
-                function = _add(function, RUN[name] if name in SCALAR else _listed(RUN[name], defaults.get(name)))
+                function = _add(function, _scalar(RUN[name]) if name in SCALAR else _listed(RUN[name], defaults.get(name)))
         return function
 
     return add
@@ -67,6 +67,13 @@ def _add(function: Any, param: click.Parameter) -> Any:
     """As click's decorators do it."""
     function.__click_params__ = [*getattr(function, "__click_params__", []), param]
     return function
+
+
+def _scalar(param: Any) -> Any:
+    """As it is, but for a short name that means contexts here."""
+    if param.name != "ctx_size":
+        return param
+    return Option(["--ctx-size"], type=param.type, metavar=param.metavar, help="Longest context. Default: what the model was made for.")
 
 
 def _listed(param: Any, default: list | None) -> Option:

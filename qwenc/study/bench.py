@@ -125,7 +125,7 @@ class Bench:
     def _check_room(self, engine: Any) -> int:
         needed = max(test.depth + test.tokens for test in self.tests)
         if needed > engine.context_size:
-            raise UsageError(f"a test of {needed} tokens does not fit into this model's context of {engine.context_size} (-c, --ctx-size)")
+            raise UsageError(f"a test of {needed} tokens does not fit into this model's context of {engine.context_size} (--ctx-size)")
         return max(needed, 66)
 
 

@@ -200,7 +200,7 @@ class Sweep:
         if needed > engine.context_size:
             raise UsageError(
                 f"n={max(self.plan.lengths)} and {self.plan.decode} decoded tokens need a context of {needed}, "
-                f"this model has {engine.context_size} (-c, --ctx-size)"
+                f"this model has {engine.context_size} (--ctx-size)"
             )
 
 

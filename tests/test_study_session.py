@@ -1,0 +1,76 @@
+"""Sessions with settings of their own on one engine's weights, and going back to a point of a context."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import qwenc
+
+GOLDEN = Path(__file__).parent / "data" / "goldens" / "llama-smol"
+IDS = np.random.default_rng(1).integers(0, 160, 300).tolist()
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    from qwenc.checkpoint import model_cache
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(model_cache, "cache_root", lambda: tmp_path_factory.getbasetemp() / "qwenc-cache")
+    with qwenc.load(GOLDEN, wmode="f32", kv="f32", prefill_batch=64) as engine:
+        yield engine
+    patch.undo()
+
+
+def decode(session, ids):
+    return np.stack([session.step(token).copy() for token in ids])
+
+
+@pytest.mark.parametrize("length", [256, 250, 3])
+def test_rewinding_gives_the_same_logits_again(engine, length):
+    session = engine.session(length + 12)
+    session.prefill(IDS[:length])
+    mark = session.mark()
+    first = decode(session, IDS[length : length + 12])
+    session.rewind(mark)
+    assert session.length == length
+    assert np.array_equal(decode(session, IDS[length : length + 12]), first)
+    session.rewind(mark)
+    assert np.array_equal(decode(session, IDS[:12]), decode_after(engine, length, IDS[:12])), "other tokens, as if the first had not been"
+
+
+def decode_after(engine, length, ids):
+    session = engine.session(length + len(ids))
+    session.prefill(IDS[:length])
+    return decode(session, ids)
+
+
+def test_another_session_goes_on_from_a_mark(engine):
+    first = engine.session(300)
+    first.prefill(IDS[:280])
+    mark = first.mark()
+    wanted = decode(first, IDS[280:290])
+    second = engine.session(295, settings=replace(engine.settings, prefill_batch=32))
+    second.take_over(first, mark)
+    assert np.array_equal(decode(second, IDS[280:290]), wanted)
+    assert second.kv_bytes() == first.kv_bytes() > 0
+    with pytest.raises(qwenc.UsageError):
+        engine.session(100).take_over(first, mark)
+    with pytest.raises(qwenc.UsageError):
+        engine.session(300, settings=replace(engine.settings, kv="q8")).take_over(first, mark)
+
+
+def test_a_session_with_another_cache_on_the_same_weights(engine):
+    ids = IDS[:80]
+    exact = engine.session(80).logits(ids)
+    rounded = engine.session(80, settings=replace(engine.settings, kv="q8")).logits(ids)
+    assert 0 < np.abs(rounded - exact).mean() < 0.05 * np.abs(exact).mean()
+    with qwenc.load(GOLDEN, wmode="f32", kv="q8", prefill_batch=64) as other:
+        assert np.array_equal(other.session(80).logits(ids), rounded)
+
+
+def test_settings_that_need_another_engine_are_refused(engine):
+    for change in ({"wmode": "q4"}, {"threads": 99}):
+        with pytest.raises(qwenc.UsageError, match=next(iter(change))):
+            engine.session(10, settings=replace(engine.settings, **change))
