@@ -27,9 +27,11 @@ def decode(session, ids):
     return np.stack([session.step(token).copy() for token in ids])
 
 
-@pytest.mark.parametrize("length", [256, 250, 3])
-def test_rewinding_gives_the_same_logits_again(engine, length):
-    session = engine.session(length + 12)
+@pytest.mark.parametrize(("kv", "length"), [("f32", 256), ("f32", 250), ("f32", 3), ("q4", 250), ("q4", 256), ("q4", 20)])
+def test_rewinding_gives_the_same_logits_again(engine, kv, length):
+    """Also where 4-bit keys get their codes between the mark and the rewinding: when their 32 tokens are complete."""
+    settings = replace(engine.settings, kv=kv)
+    session = engine.session(length + 12, settings=settings)
     session.prefill(IDS[:length])
     mark = session.mark()
     first = decode(session, IDS[length : length + 12])
@@ -37,11 +39,13 @@ def test_rewinding_gives_the_same_logits_again(engine, length):
     assert session.length == length
     assert np.array_equal(decode(session, IDS[length : length + 12]), first)
     session.rewind(mark)
-    assert np.array_equal(decode(session, IDS[:12]), decode_after(engine, length, IDS[:12])), "other tokens, as if the first had not been"
+    assert np.array_equal(decode(session, IDS[:12]), decode_after(engine, settings, length, IDS[:12])), (
+        "other tokens, as if the first had not been"
+    )
 
 
-def decode_after(engine, length, ids):
-    session = engine.session(length + len(ids))
+def decode_after(engine, settings, length, ids):
+    session = engine.session(length + len(ids), settings=settings)
     session.prefill(IDS[:length])
     return decode(session, ids)
 

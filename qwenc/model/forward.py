@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numba
 import numpy as np
 
-from qwenc.attention.cache import PAGE, new_cache
+from qwenc.attention.cache import PAGE, KVCache, cache_arrays, new_cache
 from qwenc.checkpoint.packed import Packed
 from qwenc.config.rope import rope_inv_freq, rope_tables
 from qwenc.errors import QwencError, UsageError
@@ -50,7 +50,7 @@ class Mark(NamedTuple):
     """A point of a context: its length, and the cache's page that the next token goes to."""
 
     length: int
-    page: tuple[np.ndarray, ...]
+    page: dict[str, np.ndarray]
 
 
 class Sequence:
@@ -115,29 +115,31 @@ class Sequence:
         return self._decode_buffers.kept.reshape(self.model.shape.layers, self.model.shape.kv_heads, -1)
 
     def mark(self) -> Mark:
-        """This point, to come back to: pages before the last one are never written again."""
-        page = self.length // PAGE
-        return Mark(self.length, tuple(array[page].copy() for array in self.cache if page < len(array)))
+        """This point, to come back to: full pages are never written again."""
+        last = self.length // PAGE
+        arrays = cache_arrays(self.cache).items()
+        return Mark(self.length, {name: array[place].copy() for name, array in arrays if (place := _page(name, last)) < len(array)})
 
     def rewind(self, mark: Mark) -> None:
         """Go back to `mark`, made on this cache."""
-        page = mark.length // PAGE
-        for array, saved in zip(self.cache, mark.page, strict=False):
-            array[page] = saved
+        arrays = cache_arrays(self.cache)
+        for name, saved in mark.page.items():
+            arrays[name][_page(name, mark.length // PAGE)] = saved
         self.length = mark.length
 
     def take_over(self, other: Sequence, mark: Mark) -> None:
-        """Share the cache of `other`, as it was at `mark`. Raises UsageError for a cache of another kind or a capacity below the mark."""
-        if other.model.config != self.model.config or type(other.cache) is not type(self.cache):
+        """Share the cache of `other`, as it was at `mark`. Raises UsageError for a cache of another kind or a wrong capacity."""
+        if other.model is not self.model or _kind(other.cache) != _kind(self.cache):
             raise UsageError("a session can only go on in a cache of its own kind")
-        if mark.length > self.capacity or self.capacity > other.capacity:
+        if not mark.length <= self.capacity <= other.capacity:
             raise UsageError(f"a session of {self.capacity} tokens cannot go on after {mark.length} in one of {other.capacity}")
         self.cache = other.cache
         self.rewind(mark)
 
     def kv_bytes(self) -> int:
-        """Bytes of the tokens in the cache."""
-        return sum(array[0].nbytes for array in self.cache) * self.length // PAGE
+        """Bytes of the tokens in the cache, rounded up."""
+        arrays = cache_arrays(self.cache).items()
+        return -(-sum(array[0].nbytes for name, array in arrays if not name.startswith("k.tail")) * self.length // PAGE)
 
     def compile(self, reporter: Reporter) -> None:
         """Compile both steps, or load them from the cache."""
@@ -200,3 +202,12 @@ class Sequence:
             return logits
         self.bad_layer = int(self._health[0]) if self._health[0] >= 0 else None
         raise QwencError("the model's logits are not finite (NaN or infinity): damaged weights or an overflow")
+
+
+def _page(name: str, page: int) -> int:
+    """Where array `name` of a cache has what it holds of a page: what is not full yet lies outside the pages."""
+    return 0 if name.startswith("k.tail") else page
+
+
+def _kind(cache: KVCache) -> list[tuple]:
+    return [(name, array.dtype, array.shape[1:]) for name, array in cache_arrays(cache).items()]
