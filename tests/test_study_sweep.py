@@ -192,7 +192,7 @@ def test_half_a_line_is_forgotten_and_two_studies_do_not_write_one_journal(tmp_p
 
 def test_forms_of_output(cli):
     _, md, err = cli(*SWEEP)
-    assert md.startswith("| n | arm |") and md.count("\n") == 2 + 12
+    assert md.startswith("| n | arm | prefill s |") and md.count("\n") == 2 * (2 + 12) + 1
     assert any("medians of 3" in line for line in err)
     _, table, _ = cli(*SWEEP, "-q", "-o", "table")
     assert "sparse kv=q4 k=16" in table and "|" not in table and "\x1b" not in table

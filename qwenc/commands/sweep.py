@@ -110,7 +110,7 @@ def _default_journal(plan: Any, conditions: dict[str, Any]) -> Path:
 
 def show(study: Any, chosen: Chosen, form: str, values: dict[str, Any], reporter: ScreenReporter) -> None:
     """The table, then whatever else was asked for."""
-    from qwenc.commands.sweep_tables import SWEEP_COLUMNS, legend, reference_tables
+    from qwenc.commands.sweep_tables import legend, reference_tables, tables
     from qwenc.study.rows import curves_of, rows_of
 
     rows = rows_of(study)
@@ -118,12 +118,12 @@ def show(study: Any, chosen: Chosen, form: str, values: dict[str, Any], reporter
         return
     settings = {arm.label: arm.key() for arm in study.plan.arms}
     facts = {"model": chosen.model, "text": study.source, **study.machine}
-    records = [{**facts, **settings[row.arm], **asdict(row)} for row in rows]
-    if form == "csv":
-        records = [flat(record) for record in records]
-    columns = [column for column in SWEEP_COLUMNS if any(column.show(row) not in ("–", "") for row in rows)]
     reporter.note(legend(study))
-    parts = [render(form, columns, rows, records)]
+    if form in ("table", "md"):
+        parts = tables(rows, form)
+    else:
+        records = [{**facts, **settings[row.arm], **asdict(row)} for row in rows]
+        parts = [render(form, (), (), [flat(record) for record in records] if form == "csv" else records)]
     if values["tables"]:
         parts += reference_tables(study, rows, form)
     curves = curves_of(study, rows)

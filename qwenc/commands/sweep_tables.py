@@ -6,27 +6,28 @@ from collections.abc import Sequence
 from typing import Any
 
 from qwenc.commands.outcome import show_bytes
-from qwenc.commands.tables import Column, number, percent, render, significant, with_spread
+from qwenc.commands.tables import NOTHING, Column, number, percent, render, significant, with_spread
 from qwenc.study.rows import Row
 
-SWEEP_COLUMNS = (
-    Column("n", lambda row: f"{row.n:,}"),
-    Column("arm", lambda row: row.arm, left=True),
+PLACE = (Column("n", lambda row: f"{row.n:,}"), Column("arm", lambda row: row.arm, left=True))
+PREFILL_COLUMNS = (
     Column("prefill s", lambda row: ("= " if row.prefill_of else "") + with_spread(row.prefill_ms, row.prefill_spread, 1e-3)),
-    Column("prefill tok/s", lambda row: number(row.prefill_tok_s, 0)),
+    Column("tok/s", lambda row: number(row.prefill_tok_s, 0)),
     Column("GEMM %", lambda row: percent(row.prefill_gemm_share)),
     Column("ATTN %", lambda row: percent(row.prefill_attn_share)),
     Column("OTHER %", lambda row: percent(row.prefill_other_share)),
-    Column("prefill × exact", lambda row: number(row.prefill_ratio, 2)),
+    Column("× exact", lambda row: number(row.prefill_ratio, 2)),
+)
+DECODE_COLUMNS = (
     Column("attn ms/tok", lambda row: with_spread(row.attn_ms, row.attn_spread)),
     Column("total ms/tok", lambda row: with_spread(row.total_ms, row.total_spread)),
     Column("total − attn", lambda row: significant(row.rest_ms)),
     Column("attn %", lambda row: percent(row.attn_share)),
-    Column("decode tok/s", lambda row: number(row.tok_s)),
-    Column("decode × exact", lambda row: number(row.decode_ratio, 2)),
+    Column("tok/s", lambda row: number(row.tok_s)),
+    Column("× exact", lambda row: number(row.decode_ratio, 2)),
     Column("KV", lambda row: show_bytes(row.kv_bytes)),
-    Column("RSS", lambda row: "–" if row.rss_bytes is None else show_bytes(row.rss_bytes)),
-    Column("KL", lambda row: "–" if row.kl is None else f"{row.kl:.4f}"),
+    Column("RSS", lambda row: NOTHING if row.rss_bytes is None else show_bytes(row.rss_bytes)),
+    Column("KL", lambda row: NOTHING if row.kl is None else f"{row.kl:.4f}"),
     Column("same top %", lambda row: percent(row.same_top)),
 )
 
@@ -35,6 +36,15 @@ RK3588_PREFILL_S = {506: (13.09, 13.65), 2046: (51.84, 51.50), 4059: (148.50, 10
 RK3588_SHARES = {506: ((87.8, 9.0), (85.8, 11.1)), 2046: ((61.2, 35.9), (61.8, 34.9)), 4059: ((39.1, 58.9), (54.3, 42.6))}
 RK3588_ATTN_MS = {506: (9.7, 13.4), 2046: (48.9, 39.1), 4059: (110.7, 55.4)}
 RK3588_TOTAL_MS = {506: (52.5, 56.6), 2046: (92.3, 82.3), 4059: (155.2, 100.0)}
+
+
+def tables(rows: Sequence[Row], form: str) -> list[str]:
+    """The rows for people: prefill, then decode, memory and quality. Columns that say nothing are left away."""
+    parts = []
+    for columns in (PREFILL_COLUMNS, DECODE_COLUMNS):
+        telling = [column for column in columns if any(column.show(row) != NOTHING for row in rows)]
+        parts.append(render(form, [*PLACE, *telling], rows, []))
+    return parts
 
 
 def legend(study: Any) -> str:
@@ -65,7 +75,7 @@ def reference_tables(study: Any, rows: Sequence[Row], form: str) -> list[str]:
 
 
 def _change(before: float | None, after: float | None) -> str:
-    return "–" if not before or after is None else f"{100 * (after / before - 1):+.1f} %"
+    return NOTHING if not before or after is None else f"{100 * (after / before - 1):+.1f} %"
 
 
 def _shares(row: Row) -> str:
@@ -75,7 +85,7 @@ def _shares(row: Row) -> str:
 def _published(table: dict[int, tuple[float, float]], digits: int) -> Any:
     def show(pair: tuple[Row, Row]) -> str:
         values = table.get(pair[0].n)
-        return "–" if values is None else f"{values[0]:.{digits}f} → {values[1]:.{digits}f}"
+        return NOTHING if values is None else f"{values[0]:.{digits}f} → {values[1]:.{digits}f}"
 
     return show
 
@@ -86,7 +96,7 @@ def _published_change(pair: tuple[Row, Row]) -> str:
 
 def _published_shares(pair: tuple[Row, Row]) -> str:
     found = RK3588_SHARES.get(pair[0].n)
-    return "–" if found is None else " → ".join(f"{gemm} / {attn}" for gemm, attn in found)
+    return NOTHING if found is None else " → ".join(f"{gemm} / {attn}" for gemm, attn in found)
 
 
 def _seconds(value: float | None) -> str:
