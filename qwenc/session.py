@@ -24,13 +24,14 @@ MS = 1e-6  # nanoseconds to milliseconds
 
 
 class Session:
-    """A context of at most `capacity` tokens. `timings` grows with every call; `length` is the number of tokens in the cache."""
+    """A context of at most `capacity` tokens. `timings` grows with every call; `length` is the number of tokens in the cache. watch: keep
+    what sparse attention chooses, for `watched`."""
 
-    def __init__(self, model: Model, capacity: int, settings: Settings, reporter: Reporter = SILENT):
+    def __init__(self, model: Model, capacity: int, settings: Settings, reporter: Reporter = SILENT, *, watch: bool = False):
         self.reporter = reporter
         self.timings = Timings()
         self.last: TokenTiming | None = None
-        self._sequence = Sequence(model, capacity, settings)
+        self._sequence = Sequence(model, capacity, settings, watch=watch)
 
     @property
     def length(self) -> int:
@@ -70,6 +71,15 @@ class Session:
         """Add `ids` to the context. Returns float32 logits [n, vocab] after each of them."""
         extend = partial(self._sequence.extend, all_logits=True)
         return np.concatenate([self._guard(partial(extend, batch)).copy() for batch in self._batches(ids)])
+
+    def watched(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Of the last step, None if it was exact: which blocks were kept, bool [layers, kv_heads, blocks], and the share of attention that
+        each block holds, float32 of the same shape, true if the oracle chose and estimated otherwise."""
+        sequence = self._sequence
+        if sequence.missed is None:
+            return None
+        blocks = -(-sequence.length // sequence.sparse_decode.block)
+        return sequence.kept_blocks[..., :blocks].astype(bool), sequence.block_masses[..., :blocks].copy()
 
     def mark(self) -> Mark:
         """This point of the context, to come back to with `rewind`. Costs a copy of one page of the cache."""

@@ -109,6 +109,17 @@ class FakeSession:
         self.context = list(other.context)
         self.rewind(mark)
 
+    def watched(self):
+        """Two layers of one kv head; block b holds twice the mass of block b + 1. The oracle keeps the best, others every second one."""
+        s = self.settings
+        if not s.sparse_attn:
+            return None
+        blocks = -(-self.length // s.sparse_block)
+        mass = np.tile(0.5 ** np.arange(1, blocks + 1), (2, 1, 1)).astype(np.float32)
+        kept = np.zeros(mass.shape, bool)
+        kept[..., :: 1 if s.sparse_score == "oracle" else 2][..., : s.sparse_k] = True
+        return kept, mass / mass.sum(axis=-1, keepdims=True)
+
     def kv_bytes(self):
         return 100 * self.length
 
@@ -136,7 +147,7 @@ class FakeEngine:
     def __exit__(self, *_):
         calls.append(("close", self.settings))
 
-    def session(self, capacity=None, settings=None):
+    def session(self, capacity=None, settings=None, watch=False):
         return FakeSession(self, capacity or self.context_size, settings or self.settings)
 
     def encode_prompt(self, text, raw=False, **_):

@@ -14,7 +14,7 @@ from qwenc.commands.dispatch import run_command
 from qwenc.study.divergence import diverge, log_probabilities
 from qwenc.study.needles import hide
 from qwenc.study.prose import long_text
-from qwenc.study.recall import Choice, recall
+from qwenc.study.recall import recall
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_divergence_by_hand():
 def test_recall_beside_the_best_of_the_same_budget():
     mass = np.array([[[0.5, 0.2, 0.2, 0.1], [0.1, 0.1, 0.7, 0.1]]])
     chosen = np.array([[[1, 0, 0, 1], [0, 0, 1, 0]]], bool)
-    held, most = recall(Choice(chosen, mass))
+    held, most = recall(chosen, mass)
     assert held == pytest.approx((0.6 + 0.7) / 2) and most == pytest.approx((0.7 + 0.7) / 2)
 
 
@@ -84,8 +84,19 @@ def test_the_context_of_decode_is_exact_and_computed_once_for_each_cache(cli):
     never = 2**31 - 1
     assert [settings.sparse_attn and settings.sparse_pf_min_ctx != never for settings in filled] == [False, False]
     stepped = {call[1].sparse_k for call in fake_study.calls if call[0] == "step" and call[1].sparse_attn}
-    assert stepped == {4, 8, 16}
+    assert stepped == {4, 8, 16, 9}, "and the oracle, which leaves out one block of ten"
     assert all(call[1].sparse_pf_min_ctx is None for call in fake_study.calls if call[0] == "step")
+
+
+def test_recall_beside_the_oracles(cli):
+    """Block b holds half of what is left after block b − 1, and the arm keeps blocks 0, 2, 4 and 6."""
+    args = ["-c", "1000", "--chunks", "1", "--scored", "4", "--sparse-attn", "on", "--sparse-k", "4", "--sparse-score", "scan,probe"]
+    _, out, _ = cli(*args, "-o", "json")
+    rows = rows_by(out)
+    row = rows[1000, "decode", "sparse score=scan"]
+    assert row["recall"] == pytest.approx(sum(0.5**b for b in (1, 3, 5, 7)), abs=1e-4)
+    assert row["oracle_recall"] == pytest.approx(1 - 0.5**4, abs=1e-4)
+    assert rows[1000, "all", "sparse score=scan"]["recall"] is rows[1000, "decode", "sparse score=probe"]["recall"] is None
 
 
 def test_each_weight_format_gets_its_engine_and_the_first_is_the_reference(cli):

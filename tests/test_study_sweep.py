@@ -94,7 +94,7 @@ def test_a_sweep_measures_every_arm_at_every_length(cli):
 
 
 def test_every_arm_is_warm_before_its_first_row_and_they_take_turns(cli):
-    cli(*SWEEP, "-q")
+    cli(*SWEEP, "-q", "--fresh-prefill")
     warm = [call[1] for call in fake_study.calls if call[0] == "compile"]
     begun = {}
     for place, call in enumerate(fake_study.calls):

@@ -114,6 +114,12 @@ class Sequence:
         """Which blocks the last sparse step chose, uint8 [layers, kv_heads, blocks] (with `watch`)."""
         return self._decode_buffers.kept.reshape(self.model.shape.layers, self.model.shape.kv_heads, -1)
 
+    @property
+    def block_masses(self) -> np.ndarray:
+        """Share of attention that each block held in the last sparse step, float32 [layers, kv_heads, blocks] (with `watch`): true when the
+        oracle chose, else estimated."""
+        return self._decode_buffers.mass.reshape(self.model.shape.layers, self.model.shape.kv_heads, -1)
+
     def mark(self) -> Mark:
         """This point, to come back to: full pages are never written again."""
         last = self.length // PAGE

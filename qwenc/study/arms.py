@@ -12,7 +12,6 @@ from qwenc.settings import Settings
 FIELDS = tuple(field.name for field in fields(Settings))
 SPARSE = tuple(name for name in FIELDS if name.startswith("sparse_"))  # mean nothing while sparse_attn is off
 PER_ENGINE = ("wmode", "threads", "pin", "ctx_size", "offline")  # another value needs another engine
-DECODE_ONLY = ("sparse_min_ctx",)  # a prefill is the same with any value
 DEFAULT = Settings()
 
 
@@ -31,14 +30,18 @@ class Arm:
     def engine_key(self) -> tuple:
         return tuple(getattr(self.settings, name) for name in PER_ENGINE)
 
-    @property
-    def prefill_key(self) -> tuple:
-        """Arms with the same key compute the same prefill, into the same cache."""
-        return tuple(getattr(self.settings, name) for name in FIELDS if name not in DECODE_ONLY)
-
     def key(self) -> dict[str, Any]:
         """The settings by name, as a journal holds them."""
         return asdict(self.settings)
+
+
+def prefill_key(settings: Settings, tokens: int) -> tuple:
+    """Settings with the same key compute the same prefill of `tokens` tokens, into the same kind of cache."""
+    from qwenc.model.sparse_plan import make_sparse, why_exact
+
+    same = tuple(getattr(settings, name) for name in (*PER_ENGINE, "kv", "prefill_batch", "sparse_attn"))
+    sparse = make_sparse(settings, prefill=True) if is_sparse(settings) else None
+    return same if sparse is None or why_exact(sparse, tokens) else (*same, sparse)
 
 
 def is_sparse(settings: Settings) -> bool:

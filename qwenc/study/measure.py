@@ -56,16 +56,17 @@ def fill(engine: Any, settings: Settings, ids: Sequence[int], room: int) -> Fill
     return Filled(session, session.mark(), session.timings.prefill)
 
 
-def share(engine: Any, settings: Settings, filled: Filled, room: int) -> Filled:
+def share(engine: Any, settings: Settings, filled: Filled, room: int, *, watch: bool = False) -> Filled:
     """A session with other decode settings on the prefill that `filled` has done."""
     reset_peak()
-    session = engine.session(filled.mark.length + room, settings=settings)
+    session = engine.session(filled.mark.length + room, settings=settings, watch=watch)
     session.take_over(filled.session, filled.mark)
     return Filled(session, filled.mark, filled.timing)
 
 
-def decode(filled: Filled, following: Sequence[int], keep: bool) -> tuple[Decoded, np.ndarray | None]:
-    """Decode `following` (at least one token) after the prefill. With `keep` also the logits float32 [n, vocab] after each of them."""
+def decode(filled: Filled, following: Sequence[int], keep: bool, seen: list | None = None) -> tuple[Decoded, np.ndarray | None]:
+    """Decode `following` (at least one token) after the prefill. With `keep` also the logits float32 [n, vocab] after each of them. `seen`
+    is given what a watched session tells of every step."""
     session = filled.session
     session.timings = Timings()
     attn, total, rows = [], [], []
@@ -75,5 +76,7 @@ def decode(filled: Filled, following: Sequence[int], keep: bool) -> tuple[Decode
         total.append(session.last.total_ms)
         if keep:
             rows.append(logits.copy())
-    seen = Decoded(len(attn), statistics.median(attn), statistics.median(total), session.kv_bytes(), peak_rss_bytes())
-    return seen, np.stack(rows) if keep else None
+        if seen is not None:
+            seen.append(session.watched())
+    result = Decoded(len(attn), statistics.median(attn), statistics.median(total), session.kv_bytes(), peak_rss_bytes())
+    return result, np.stack(rows) if keep else None

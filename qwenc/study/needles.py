@@ -9,11 +9,11 @@ from typing import Any
 
 from qwenc.errors import UsageError
 from qwenc.report import Reporter
-from qwenc.study.arms import Arm
+from qwenc.study.arms import Arm, prefill_key
 from qwenc.study.measure import Filled, fill, share
 from qwenc.study.progress import Inner
 from qwenc.study.prose import PLACES
-from qwenc.study.quality import context_key, exact_prefill
+from qwenc.study.quality import exact_prefill
 from qwenc.study.sweep import OneEngine, grouped
 from qwenc.study.texts import text_ids
 
@@ -115,7 +115,7 @@ class Needles:
         filled: dict[tuple, Filled] = {}
         for arm in arms:
             settings = exact_prefill(arm.settings) if self.plan.method == "decode" else arm.settings
-            key = context_key(settings)
+            key = prefill_key(settings, length)
             room = len(question) + ANSWER_TOKENS
             if key not in filled:
                 filled[key] = fill(engine, settings, context, room)

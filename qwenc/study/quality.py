@@ -17,10 +17,11 @@ import numpy as np
 from qwenc.errors import UsageError
 from qwenc.report import Reporter
 from qwenc.settings import Settings
-from qwenc.study.arms import Arm, exact
+from qwenc.study.arms import Arm, exact, prefill_key
 from qwenc.study.divergence import Divergence, diverge
 from qwenc.study.measure import Filled, decode, fill, share
 from qwenc.study.progress import Inner
+from qwenc.study.recall import recall
 from qwenc.study.reference import References
 from qwenc.study.sweep import OneEngine, grouped, identity
 from qwenc.study.texts import Text, text_ids
@@ -141,7 +142,7 @@ class Quality:
 
     # ---- one piece of the text ---------------------------------------------------------------------------------------------------
     def _chunk(self, engine: Any, arms: Sequence[Arm], context: int, chunk: int, ids: Sequence[int]) -> None:
-        filled: dict[tuple, Filled] = {}
+        filled: dict[tuple, Any] = {}
         for method, arm in self.plan.pairs():
             if arm not in arms:
                 continue
@@ -154,7 +155,7 @@ class Quality:
             self._done += context
             self._tell(0)
 
-    def _reference(self, engine: Any, method: str, context: int, chunk: int, ids: Sequence[int], filled: dict[tuple, Filled]) -> np.ndarray:
+    def _reference(self, engine: Any, method: str, context: int, chunk: int, ids: Sequence[int], filled: dict[tuple, Any]) -> np.ndarray:
         """What exact attention says; computed by the first engine, which is the reference's own."""
         arm = self.plan.arms[0]
         name = f"{'batch' if method == 'batch' else 'decode'}-{context}-{chunk}"
@@ -166,7 +167,7 @@ class Quality:
             if context // 2:
                 session.prefill(ids[: context // 2])
             return self.references.put(name, session.logits(ids[context // 2 : context]))
-        ready = self._context(engine, arm, "all", ids[:context], filled)
+        ready = self._context(engine, arm.settings, "all", ids[:context], filled)
         _, logits = decode(ready, ids[context : context + self.plan.scored], keep=True)
         assert logits is not None
         return self.references.put(name, logits)
@@ -193,25 +194,47 @@ class Quality:
         ids: Sequence[int],
         reference: np.ndarray,
         tally: Tally,
-        filled: dict[tuple, Filled],
+        filled: dict[tuple, Any],
     ) -> None:
         targets = ids[context + 1 : context + 1 + self.plan.scored]
         if arm is self.plan.arms[0]:
             tally.parts.append(diverge(reference, reference, targets))
             return
-        ready = self._context(engine, arm, method, ids[:context], filled)
-        _, logits = decode(ready, ids[context : context + self.plan.scored], keep=True)
+        watch = method == "decode" and can_recall(arm.settings)
+        ready = self._context(engine, arm.settings, method, ids[:context], filled, watch=watch)
+        kept: list | None = [] if watch else None
+        following = ids[context : context + self.plan.scored]
+        _, logits = decode(ready, following, keep=True, seen=kept)
         assert logits is not None
         tally.parts.append(diverge(reference, logits, targets))
+        if kept is not None:
+            masses = self._masses(engine, arm.settings, ids[:context], following, filled)
+            steps = [(choice[0], mass) for choice, mass in zip(kept, masses, strict=True) if choice is not None and mass is not None]
+            tally.recalls += [recall(chosen, mass) for chosen, mass in steps]
 
-    def _context(self, engine: Any, arm: Arm, method: str, ids: Sequence[int], filled: dict[tuple, Filled]) -> Filled:
-        """A session of `arm` after the context, which an arm of the same prefill may have computed already."""
-        settings = exact_prefill(arm.settings) if method == "decode" else arm.settings
-        key = context_key(settings)
-        if key in filled:
-            return share(engine, arm.settings, filled[key], self.plan.scored)
-        filled[key] = fill(engine, settings, ids, self.plan.scored)
-        return share(engine, arm.settings, filled[key], self.plan.scored)
+    def _masses(
+        self, engine: Any, settings: Settings, ids: Sequence[int], following: Sequence[int], filled: dict[tuple, Any]
+    ) -> list[np.ndarray | None]:
+        """The true share of attention of every block at every step, float32 [layers, kv_heads, blocks]: an oracle that keeps all blocks but
+        one decodes the same tokens."""
+        oracle = oracle_of(settings, len(ids))
+        key = ("masses", oracle)
+        if key not in filled:
+            ready = self._context(engine, oracle, "decode", ids, filled, watch=True)
+            seen: list = []
+            decode(ready, following, keep=False, seen=seen)
+            filled[key] = [None if step is None else step[1] for step in seen]
+        return filled[key]
+
+    def _context(
+        self, engine: Any, settings: Settings, method: str, ids: Sequence[int], filled: dict[tuple, Any], *, watch: bool = False
+    ) -> Filled:
+        """A session after the context, which one with the same prefill may have computed already."""
+        before = exact_prefill(settings) if method == "decode" else settings
+        key = prefill_key(before, len(ids))
+        if key not in filled:
+            filled[key] = fill(engine, before, ids, self.plan.scored)
+        return share(engine, settings, filled[key], self.plan.scored, watch=watch)
 
     def _tell(self, more: float) -> None:
         total = len(self.plan.pairs()) * self.plan.chunks * sum(self.plan.contexts)
@@ -223,11 +246,16 @@ def exact_prefill(settings: Settings) -> Settings:
     return replace(settings, sparse_pf_min_ctx=NEVER) if settings.sparse_attn else settings
 
 
-def context_key(settings: Settings) -> tuple:
-    """Settings with the same key fill the same cache with the same numbers."""
-    if settings.sparse_pf_min_ctx == NEVER:
-        return (settings.kv, settings.prefill_batch, settings.sparse_block, settings.sparse_score)
-    return tuple(asdict(settings).values())
+def can_recall(settings: Settings) -> bool:
+    """Whether one choice of blocks serves a kv head, so that it can be held against the masses of that head."""
+    return settings.sparse_attn and settings.sparse_score != "probe"
+
+
+def oracle_of(settings: Settings, tokens: int) -> Settings:
+    """Sparse attention that leaves out the one block of the least true mass, so that it knows the masses and is all but exact."""
+    blocks = -(-(tokens + 1) // settings.sparse_block)
+    settings = replace(settings, sparse_score="oracle", sparse_k=max(1, blocks - 1), sparse_ratio=0.0, sparse_mass=0.0, sparse_min_ctx=0)
+    return replace(settings, sparse_pf_k=None, sparse_pf_group=None, sparse_pf_min_ctx=None)
 
 
 def row_of(method: str, arm: Arm, context: int, tally: Tally) -> Row:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from qwenc.errors import UsageError
 from qwenc.report import Reporter
 from qwenc.study import measure
-from qwenc.study.arms import Arm, baseline
+from qwenc.study.arms import Arm, baseline, prefill_key
 from qwenc.study.divergence import diverge
 from qwenc.study.journal import Journal
 from qwenc.study.progress import Inner
@@ -126,7 +127,8 @@ class Sweep:
                 measure.warm_up(engine, arm.settings, text.ids)
                 warm.add(arm)
         for n in self.plan.lengths:
-            groups = grouped(arms, lambda arm: arm.prefill_key) if self.plan.share_prefill else [[arm] for arm in arms]
+            sharing = grouped(arms, partial(_prefill_key, n=n))
+            groups = sharing if self.plan.share_prefill else [[arm] for arm in arms]
             turn = repeat % len(groups)
             references: dict[Arm, np.ndarray] = {}
             for group in groups[turn:] + groups[:turn]:
@@ -202,6 +204,10 @@ class Sweep:
                 f"n={max(self.plan.lengths)} and {self.plan.decode} decoded tokens need a context of {needed}, "
                 f"this model has {engine.context_size} (--ctx-size)"
             )
+
+
+def _prefill_key(arm: Arm, n: int) -> tuple:
+    return prefill_key(arm.settings, n)
 
 
 class OneEngine:
