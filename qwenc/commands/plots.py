@@ -39,7 +39,16 @@ def plot_attention(curves: Sequence[Curve], path: str, *, log: bool, title: str)
             [high - value for value, high in zip(curve.attn_ms, curve.high, strict=True)],
         ]
         axes.errorbar(
-            curve.n, curve.attn_ms, spread, color=colour, marker=marker, markersize=6, linestyle="none", capsize=3, label=_legend(curve)
+            curve.n,
+            curve.attn_ms,
+            spread,
+            color=colour,
+            marker=marker,
+            markersize=6,
+            markerfacecolor="none" if curve.sparse else colour,  # so that a point under another shows
+            linestyle="none",
+            capsize=3,
+            label=_legend(curve),
         )
         if curve.line is not None:
             first = max(curve.begins, curve.n[0])
