@@ -98,7 +98,7 @@ def attend_blocks(shape, cache, sparse, b, rows, choice, layer, head, first, cou
         estimate_missed(choice, sparse, rows, count, own, (keys + sparse.block - 1) // sparse.block)
         b.missed[layer * kv_heads + head] = choice.missed[0]
         if b.mass.shape[1] > 0:
-            block_masses(choice, sparse.block, rows, count, keys, b.mass[layer * kv_heads + head])
+            block_masses(choice, sparse.block, rows, count, keys, b.mass, layer * kv_heads + head)
     if b.kept.shape[1] > 0:
         for i in range((keys + sparse.block - 1) // sparse.block):
             b.kept[layer * kv_heads + head, i] = choice.kept[i]
