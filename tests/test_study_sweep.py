@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import fake_study
@@ -201,6 +202,15 @@ def test_forms_of_output(cli):
     _, text, _ = cli(*SWEEP, "-q", "-o", "csv")
     row = next(csv.DictReader(io.StringIO(text)))
     assert float(row["attn_low"]) <= float(row["attn_ms"]) <= float(row["attn_high"])
+
+
+def test_a_busy_machine_is_told_of(cli, monkeypatch):
+    args = ["sweep", "-m", "M", "--n", "100", "-r", "1", "--decode", "2"]
+    for cores, told in ((2.0, False), (0.5, True)):
+        ticks = iter(range(10**6))
+        clock = types.SimpleNamespace(perf_counter=lambda: float(next(ticks)), process_time=lambda: cores * next(ticks))  # noqa: B023
+        monkeypatch.setattr("qwenc.study.measure.time", clock)
+        assert ("during 2 of 2 measurements" in " ".join(cli(*args)[2])) == told
 
 
 def test_tables_beside_the_reference(cli):

@@ -119,6 +119,10 @@ def show(study: Any, chosen: Chosen, form: str, values: dict[str, Any], reporter
     settings = {arm.label: arm.key() for arm in study.plan.arms}
     facts = {"model": chosen.model, "text": study.source, **study.machine}
     reporter.note(legend(study))
+    if study.disturbed():
+        reporter.note(
+            f"something else used the cores during {study.disturbed()} of {len(study.samples)} measurements: do not trust the times"
+        )
     if form in ("table", "md"):
         parts = tables(rows, form)
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,13 +19,15 @@ WARM_TOKENS, WARM_STEPS = 64, 2
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """attn_ms, total_ms: medians over the decoded tokens. kv_bytes after the last one; rss_bytes: peak of the process meanwhile."""
+    """attn_ms, total_ms: medians over the decoded tokens. kv_bytes after the last one; rss_bytes: peak of the process meanwhile. cores: CPU
+    seconds per second: threads that wait for each other spin, so far fewer than there are threads means that something else ran."""
 
     tokens: int
     attn_ms: float
     total_ms: float
     kv_bytes: int
     rss_bytes: int | None
+    cores: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,7 @@ def decode(filled: Filled, following: Sequence[int], keep: bool, seen: list | No
     session = filled.session
     session.timings = Timings()
     attn, total, rows = [], [], []
+    cpu, wall = time.process_time(), time.perf_counter()
     for token in following:
         logits = session.step(token)
         attn.append(session.last.ms["attn"])
@@ -78,5 +82,6 @@ def decode(filled: Filled, following: Sequence[int], keep: bool, seen: list | No
             rows.append(logits.copy())
         if seen is not None:
             seen.append(session.watched())
-    result = Decoded(len(attn), statistics.median(attn), statistics.median(total), session.kv_bytes(), peak_rss_bytes())
+    cores = (time.process_time() - cpu) / max(time.perf_counter() - wall, 1e-9)
+    result = Decoded(len(attn), statistics.median(attn), statistics.median(total), session.kv_bytes(), peak_rss_bytes(), cores)
     return result, np.stack(rows) if keep else None

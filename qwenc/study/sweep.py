@@ -23,6 +23,9 @@ from qwenc.study.progress import Inner
 from qwenc.study.texts import Text, text_ids
 
 
+BUSY = 0.85  # of its threads' time: a study that got less was disturbed
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What to measure. lengths: tokens of context, ascending; decode: tokens decoded after them; text: None for the built-in one."""
@@ -70,6 +73,7 @@ class Sweep:
     reporter: Reporter
     samples: dict[tuple, Sample] = field(default_factory=dict)
     source: str = ""
+    threads: dict[int | None, int] = field(default_factory=dict)  # by the setting
     machine: dict[str, Any] = field(default_factory=dict)
     _done: int = 0  # tokens of context
 
@@ -83,6 +87,7 @@ class Sweep:
                         self._advance(arms, self.plan.lengths)
                         continue
                     engine = engines.get(arms[0])
+                    self.threads[arms[0].settings.threads] = engine.threads
                     if journal is None or text is None:
                         self._check_room(engine)
                         text = text_ids(engine, max(self.plan.lengths) + self.plan.decode + 1, self.plan.text, self.plan.text_name)
@@ -119,6 +124,10 @@ class Sweep:
 
     def sample(self, arm: Arm, n: int, repeat: int) -> Sample | None:
         return self.samples.get(Sample(arm.key(), n, repeat, {}).place)
+
+    def disturbed(self) -> int:
+        """Measurements during which something else used the cores."""
+        return sum(sample.decode.get("cores", 1e9) < BUSY * self.threads.get(sample.arm["threads"], 0) for sample in self.samples.values())
 
     # ---- one engine ------------------------------------------------------------------------------------------------------------
     def _run_engine(self, engine: Any, arms: Sequence[Arm], repeat: int, text: Text, journal: Journal, warm: set[Arm]) -> None:
