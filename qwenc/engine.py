@@ -122,14 +122,23 @@ class Engine:
             raise UsageError("this checkpoint has no tokenizer: give token ids instead of text")
         return encode_prompt(self.tokenizer, self.template, text, raw=raw, system=system, think=think, template_kwargs=template_kwargs)
 
-    def session(self, capacity: int | None = None) -> Session:
-        """A context of up to `capacity` tokens (default, and at most: context_size) to drive by hand: prefill(ids), step(id)."""
+    def session(self, capacity: int | None = None, settings: Settings | None = None, *, watch: bool = False) -> Session:
+        """A context of up to `capacity` tokens (default, and at most: context_size) to drive by hand: prefill(ids), step(id).
+
+        settings: other ones than the engine's, on the same weights and threads. watch: keep what sparse attention chooses (for
+        `Session.watched`). Raises UsageError for settings that need an engine of their own.
+        """
         from qwenc.session import Session
+
+        chosen = self.settings if settings is None else settings
+        for name in ("wmode", "threads", "pin", "ctx_size"):
+            if getattr(chosen, name) not in (None, getattr(self.settings, name)):
+                raise UsageError(f"a session runs with its engine's {name}, {getattr(self.settings, name)!r}")
 
         size = self.context_size if capacity is None else capacity
         if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= self.context_size:
             raise UsageError(f"a session holds 1 to {self.context_size} tokens (ctx_size), not {size!r}")
-        return Session(self._model, size, self.settings, self.reporter)
+        return Session(self._model, size, chosen, self.reporter, watch=watch)
 
     def logits(self, ids: Ids[int]) -> np.ndarray:
         """Teacher-forced logits float32 [n, vocab]: row i follows ids[i]. Raises UsageError for ids that the model does not have or

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from qwenc.errors import QwencError, UsageError
-from qwenc.model.forward import Model, Sequence
+from qwenc.model.forward import Mark, Model, Sequence
 from qwenc.model.records import ATTN, DOWN, GATE_UP, KV, LM_HEAD, NORM, OTHER_LOOP, OUT, QKV, ROPE, SILU
 from qwenc.report import SILENT, Reporter
 from qwenc.settings import Settings
@@ -24,13 +24,14 @@ MS = 1e-6  # nanoseconds to milliseconds
 
 
 class Session:
-    """A context of at most `capacity` tokens. `timings` grows with every call; `length` is the number of tokens in the cache."""
+    """A context of at most `capacity` tokens. `timings` grows with every call; `length` is the number of tokens in the cache. watch: keep
+    what sparse attention chooses, for `watched`."""
 
-    def __init__(self, model: Model, capacity: int, settings: Settings, reporter: Reporter = SILENT):
+    def __init__(self, model: Model, capacity: int, settings: Settings, reporter: Reporter = SILENT, *, watch: bool = False):
         self.reporter = reporter
         self.timings = Timings()
         self.last: TokenTiming | None = None
-        self._sequence = Sequence(model, capacity, settings)
+        self._sequence = Sequence(model, capacity, settings, watch=watch)
 
     @property
     def length(self) -> int:
@@ -70,6 +71,32 @@ class Session:
         """Add `ids` to the context. Returns float32 logits [n, vocab] after each of them."""
         extend = partial(self._sequence.extend, all_logits=True)
         return np.concatenate([self._guard(partial(extend, batch)).copy() for batch in self._batches(ids)])
+
+    def watched(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Of the last step, None if it was exact: which blocks were kept, bool [layers, kv_heads, blocks], and the share of attention that
+        each block holds, float32 of the same shape, true if the oracle chose and estimated otherwise."""
+        sequence = self._sequence
+        if sequence.missed is None:
+            return None
+        blocks = -(-sequence.length // sequence.sparse_decode.block)
+        return sequence.kept_blocks[..., :blocks].astype(bool), sequence.block_masses[..., :blocks].copy()
+
+    def mark(self) -> Mark:
+        """This point of the context, to come back to with `rewind`. Costs a copy of one page of the cache."""
+        return self._sequence.mark()
+
+    def rewind(self, mark: Mark) -> None:
+        """Forget what came after `mark`, which this session or the one that it was `take_over` from has made."""
+        self._sequence.rewind(mark)
+
+    def take_over(self, other: Session, mark: Mark) -> None:
+        """Go on from `mark` of another session, with these settings. The cache is shared, not copied: use one of the two at a time.
+        Raises UsageError where the caches are not of one kind, or where this session's capacity is too small for the mark."""
+        self._sequence.take_over(other._sequence, mark)
+
+    def kv_bytes(self) -> int:
+        """What the tokens in the cache take, without the empty rest of its last page."""
+        return self._sequence.kv_bytes()
 
     def compile(self) -> None:
         """Compile the steps, or load them from the cache, ahead of their first use."""

@@ -21,14 +21,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import qwenc  # noqa: E402
+from qwenc.study.divergence import log_probabilities  # noqa: E402
 
 CASES = (("q8", "q8", "prefill"), ("dual", "q8", "decode"), ("q4", "q8", "prefill"), ("f32", "q8", "prefill"), ("q8", "f32", "prefill"))
-
-
-def log_probabilities(logits: np.ndarray) -> np.ndarray:
-    """ln softmax, row by row, in float64. [n, vocab] → [n, vocab]."""
-    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
 
 
 def compare(reference: np.ndarray, other: np.ndarray) -> tuple[float, float]:

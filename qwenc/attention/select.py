@@ -541,6 +541,29 @@ def _ask_for_keys(k, r, tiles):
     return run
 
 
+@helper
+def block_masses(c, block, r, rows, keys, mass, at):
+    """mass[at] float32 [blocks]: the share of attention that each block holds, mean over the rows; call after the kept ones have been attended
+    to. True where the oracle scored the blocks, else as far as they were looked at. What the keys that are never scored hold (those of the
+    unit that is not full, in blocks that are always kept) counts for the last block."""
+    blocks = (keys + block - 1) // block
+    for i in range(blocks):
+        mass[at, i] = np.float32(0.0)
+    for row in range(rows):
+        outside = np.float32(0.0)
+        for i in range(blocks):
+            if c.kept[i] == 0 and c.total[row, i] > 0:
+                outside += c.total[row, i] * exp_of(c.m[row, i] - r.m[row])
+        for i in range(blocks):
+            if c.total[row, i] > 0:
+                share = c.total[row, i] * exp_of(c.m[row, i] - r.m[row]) / (outside + r.total[row])
+                mass[at, i] += share / np.float32(rows)
+    known = np.float32(0.0)
+    for i in range(blocks):
+        known += mass[at, i]
+    mass[at, blocks - 1] += max(np.float32(0.0), np.float32(1.0) - known)
+
+
 def attend_chosen(cache, stage, stage_slot, c, block, r, rows, layers, kv_heads, first_page, layer, head, own_key, end_key):
     """Let the rows see the kept blocks, keys below end_key; the rest as in attend_span."""
     raise NotImplementedError("runs in compiled code only")

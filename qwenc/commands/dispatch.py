@@ -8,12 +8,15 @@ import sys
 
 import click
 
+from qwenc.commands.bench import bench
 from qwenc.commands.convert import convert
 from qwenc.commands.env import env
 from qwenc.commands.info import info
 from qwenc.commands.params import DefaultGroup, debugging
+from qwenc.commands.quality import quality
 from qwenc.commands.run import INTERRUPTED, run
 from qwenc.commands.screen import ClosedPipe, one_line, say, say_traceback, silence
+from qwenc.commands.sweep import sweep
 from qwenc.commands.warmup import warmup
 from qwenc.errors import QwencError, UsageError
 
@@ -37,7 +40,7 @@ def cli() -> None:
     """Run Qwen3-family checkpoints on a CPU."""
 
 
-for command in (run, info, env, convert, warmup):
+for command in (run, info, env, convert, warmup, bench, sweep, quality):
     cli.add_command(command)
 
 

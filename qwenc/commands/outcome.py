@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from qwenc.machine.cpus import show_cores
+from qwenc.machine.memory import peak_rss_bytes
 from qwenc.timing import Timings
 
 
@@ -83,23 +83,6 @@ def to_json(record: dict[str, Any], indent: int | None = None) -> str:
     are no UTF-8) are escaped, so that it can always be written."""
     text = json.dumps(_plain(record), ensure_ascii=False, allow_nan=False, indent=indent)
     return re.sub("[\ud800-\udfff]", lambda found: f"\\u{ord(found[0]):04x}", text) + "\n"
-
-
-def peak_rss_bytes() -> int | None:
-    """The most memory this process ever held, in bytes; None where the system does not tell."""
-    try:
-        with open("/proc/self/status", encoding="ascii", errors="replace") as status:
-            for line in status:
-                if line.startswith("VmHWM:"):
-                    return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    try:
-        import resource
-    except ImportError:
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def show_bytes(count: float) -> str:

@@ -1,7 +1,8 @@
-"""How much memory this process can still get."""
+"""How much memory this process holds, and how much it can still get."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from qwenc.machine.quota import and_parents, own_cgroups
@@ -29,3 +30,30 @@ def _numbers(path: Path, label: str) -> list[int]:
         return []
     words = [line.removeprefix(label).split() for line in lines if line.startswith(label)]
     return [int(word[0]) for word in words if word and word[0].isdecimal()]
+
+
+def peak_rss_bytes() -> int | None:
+    """The most memory this process ever held (or since `reset_peak`), in bytes; None where the system does not tell."""
+    try:
+        with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+            for line in status:
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    try:
+        import resource
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def reset_peak() -> bool:
+    """Count the peak from now on. False where the system cannot (anything but Linux): the peak stays that of the whole process."""
+    try:
+        with open("/proc/self/clear_refs", "w", encoding="ascii") as control:
+            control.write("5")
+    except OSError:
+        return False
+    return True

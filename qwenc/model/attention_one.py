@@ -8,7 +8,7 @@ from qwenc.attention.attend import attend_span, prepare_rows, stage_of
 from qwenc.attention.cache import PAGE, UNIT, slot_of
 from qwenc.attention.probe import choose_probed
 from qwenc.attention.rows import NO_SCORE, begin
-from qwenc.attention.select import PROBE, attend_chosen, choose, estimate_missed, is_sparse, new_choice
+from qwenc.attention.select import PROBE, attend_chosen, block_masses, choose, estimate_missed, is_sparse, new_choice
 from qwenc.attention.store import finish_unit, write_key, write_value
 from qwenc.kernels import simd
 from qwenc.kernels.jit import by_type, helper
@@ -97,6 +97,8 @@ def attend_blocks(shape, cache, sparse, b, rows, choice, layer, head, first, cou
     if sparse.score != PROBE:
         estimate_missed(choice, sparse, rows, count, own, (keys + sparse.block - 1) // sparse.block)
         b.missed[layer * kv_heads + head] = choice.missed[0]
+        if b.mass.shape[1] > 0:
+            block_masses(choice, sparse.block, rows, count, keys, b.mass, layer * kv_heads + head)
     if b.kept.shape[1] > 0:
         for i in range((keys + sparse.block - 1) // sparse.block):
             b.kept[layer * kv_heads + head, i] = choice.kept[i]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
 
-from qwenc.attention.cache import new_cache
+from qwenc.attention.cache import PAGE, KVCache, cache_arrays, new_cache
 from qwenc.checkpoint.packed import Packed
 from qwenc.config.rope import rope_inv_freq, rope_tables
 from qwenc.errors import QwencError, UsageError
@@ -44,6 +44,13 @@ class Model:
     def angles(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """cos and sin float32 [count, head_dim/2] of the positions from `first` on."""
         return rope_tables(self.inv_freq, self.rope_scaling, np.arange(first, first + count))
+
+
+class Mark(NamedTuple):
+    """A point of a context: its length, and the cache's page that the next token goes to."""
+
+    length: int
+    page: dict[str, np.ndarray]
 
 
 class Sequence:
@@ -107,6 +114,39 @@ class Sequence:
         """Which blocks the last sparse step chose, uint8 [layers, kv_heads, blocks] (with `watch`)."""
         return self._decode_buffers.kept.reshape(self.model.shape.layers, self.model.shape.kv_heads, -1)
 
+    @property
+    def block_masses(self) -> np.ndarray:
+        """Share of attention that each block held in the last sparse step, float32 [layers, kv_heads, blocks] (with `watch`): true when the
+        oracle chose, else estimated."""
+        return self._decode_buffers.mass.reshape(self.model.shape.layers, self.model.shape.kv_heads, -1)
+
+    def mark(self) -> Mark:
+        """This point, to come back to: full pages are never written again."""
+        last = self.length // PAGE
+        arrays = cache_arrays(self.cache).items()
+        return Mark(self.length, {name: array[place].copy() for name, array in arrays if (place := _page(name, last)) < len(array)})
+
+    def rewind(self, mark: Mark) -> None:
+        """Go back to `mark`, made on this cache."""
+        arrays = cache_arrays(self.cache)
+        for name, saved in mark.page.items():
+            arrays[name][_page(name, mark.length // PAGE)] = saved
+        self.length = mark.length
+
+    def take_over(self, other: Sequence, mark: Mark) -> None:
+        """Share the cache of `other`, as it was at `mark`. Raises UsageError for a cache of another kind or a wrong capacity."""
+        if other.model is not self.model or _kind(other.cache) != _kind(self.cache):
+            raise UsageError("a session can only go on in a cache of its own kind")
+        if not mark.length <= self.capacity <= other.capacity:
+            raise UsageError(f"a session of {self.capacity} tokens cannot go on after {mark.length} in one of {other.capacity}")
+        self.cache = other.cache
+        self.rewind(mark)
+
+    def kv_bytes(self) -> int:
+        """Bytes of the tokens in the cache, rounded up."""
+        arrays = cache_arrays(self.cache).items()
+        return -(-sum(array[0].nbytes for name, array in arrays if not name.startswith("k.tail")) * self.length // PAGE)
+
     def compile(self, reporter: Reporter) -> None:
         """Compile both steps, or load them from the cache."""
         team = Team(0, self.model.team.size, self._sync, self._claims, self.timer, self._health)
@@ -168,3 +208,12 @@ class Sequence:
             return logits
         self.bad_layer = int(self._health[0]) if self._health[0] >= 0 else None
         raise QwencError("the model's logits are not finite (NaN or infinity): damaged weights or an overflow")
+
+
+def _page(name: str, page: int) -> int:
+    """Where array `name` of a cache has what it holds of a page: what is not full yet lies outside the pages."""
+    return 0 if name.startswith("k.tail") else page
+
+
+def _kind(cache: KVCache) -> list[tuple]:
+    return [(name, array.dtype, array.shape[1:]) for name, array in cache_arrays(cache).items()]
