@@ -25,8 +25,8 @@ class Settings:
     sparse_attn: attend to the likeliest blocks of a long context only; sparse_… are without effect when it is off.
     sparse_block: tokens per block. sparse_k: blocks kept per kv head, the first and the current one among them; sparse_ratio: keep this
     share of the blocks where that is more than sparse_k. sparse_mass: keep on taking blocks, up to 4 · sparse_k, until they hold this share
-    of the attention (0 = sparse_k alone decides). sparse_min_ctx: decode is exact below this many tokens; None = where a choice was measured to pay, twice
-    the kept keys; 0 = as soon as the context has more than two blocks and more than are kept.
+    of the attention (0 = sparse_k alone decides). sparse_min_ctx: decode is exact below this many tokens; None = where a choice was
+    measured to pay, twice the kept keys; 0 = as soon as the context has more than two blocks and more than are kept.
     sparse_score: what ranks the blocks. scan = every key at 2 bits, after a first look at each block's centre and width; summary = that
     first look alone; probe = sparse_probe sampled keys per block, for each query head alone; oracle = every key in full, for studies.
     sparse_pf_…: the same for prefill: k (None = sparse_k), the queries that share one choice (None = 64), and the least context.

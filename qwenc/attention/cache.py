@@ -32,7 +32,8 @@ class Int8K(NamedTuple):
 
 
 class Int8V(NamedTuple):
-    """Values: codes int8 [pages, layers, kv_heads, 256·head_dim] as [tile][head_dim/16][4 cells][16 dims][4 tokens]; scale float32 […, 256]."""
+    """Values: codes int8 [pages, layers, kv_heads, 256·head_dim] as [tile][head_dim/16][4 cells][16 dims][4 tokens]; scale float32 […,
+    256]."""
 
     codes: np.ndarray
     scale: np.ndarray
@@ -53,8 +54,9 @@ class Q4K(NamedTuple):
 
 
 class Q4V(NamedTuple):
-    """Values of 4 bits, low + step·code: codes uint8 […, 256·16·groups] as [tile][group][4 cells][16][4 tokens], a group being 32 dimensions,
-    d in the lower and d + 16 in the upper half of a byte; low, step float16 as uint16 […, 256·groups] as [tile][group][16 tokens]."""
+    """Values of 4 bits, low + step·code: codes uint8 […, 256·16·groups] as [tile][group][4 cells][16][4 tokens], a group being 32
+    dimensions, d in the lower and d + 16 in the upper half of a byte; low, step float16 as uint16 […, 256·groups] as [tile][group][16
+    tokens]."""
 
     codes: np.ndarray
     low: np.ndarray
@@ -68,9 +70,10 @@ class FloatKV(NamedTuple):
 
 
 class Plane(NamedTuple):
-    """What sparse attention ranks blocks by. codes: the upper two bits of every key's code, Q4K.upper itself where that exists. The range of
-    each channel of a unit by its centre, int8 […, 8·head_dim] as [head_dim/8][8 units][8 dims], and a fifteenth of its width in 4 bits, step
-    uint8 […, 4·head_dim] as [head_dim/16][8 units][8], dims 16j … 16j + 7 in the lower halves of the bytes, the next 8 in the upper; scale
+    """What sparse attention ranks blocks by. codes: the upper two bits of every key's code, Q4K.upper itself where that exists. The range
+    of each channel of a unit by its centre, int8 […, 8·head_dim] as [head_dim/8][8 units][8 dims], and a fifteenth of its width in 4 bits,
+    step uint8 […, 4·head_dim] as [head_dim/16][8 units][8], dims 16j … 16j + 7 in the lower halves of the bytes, the next 8 in the upper;
+    scale
     float32 […, 16]: of the centres of the 8 units of a page, then of their steps. centre = code·scale, step = (code + ½)·scale; a key is
     about centre + step·(4·code − 6)."""
 

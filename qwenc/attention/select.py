@@ -41,8 +41,8 @@ scan_1, scan_2, scan_4, scan_8 = (make_scores("plane", rows, 0, tiles) for rows,
 class Sparse(NamedTuple):
     """How blocks are chosen. score: SCAN …; block: tokens; k, most: blocks kept at least and at most; mass: share of the attention until
     which more than k are kept; probe: sampled keys; ratio: share of all blocks that is kept at least; group: queries that share a choice;
-    from_keys: contexts shorter than this are attended to in full; look_least, look_share: after the first look, look_least times the keys to
-    keep, or one unit in look_share, are scanned."""
+    from_keys: contexts shorter than this are attended to in full; look_least, look_share: after the first look, look_least times the keys
+    to keep, or one unit in look_share, are scanned."""
 
     score: int
     block: int
@@ -60,8 +60,8 @@ class Sparse(NamedTuple):
 class Choice(NamedTuple):
     """Room for one choice, for one thread. q8, a8 int8 [rows·head_dim], sums float32 [rows, 3], q16 int16 [rows, head_dim], qs float32
     [rows], q16s: scales: the queries in the forms that the kernels read. mid, spread, tilt float32 [rows, units]: first look. m, total
-    float32 [rows, blocks]: largest score of a block, and Σ e^(score − m); score, best, share float32 [units or blocks]; kept uint8 [units or blocks].
-    scanned uint8 [units]: which were looked at key by key; order int64 [units]:
+    float32 [rows, blocks]: largest score of a block, and Σ e^(score − m); score, best, share float32 [units or blocks]; kept uint8 [units
+    or blocks]. scanned uint8 [units]: which were looked at key by key; order int64 [units]:
     their numbers. missed float32 [1]: estimated share of the attention that the last choice left
     out, the mean over rows.
     """
@@ -129,9 +129,10 @@ def is_sparse(sparse, keys):
 
 @helper
 def choose(cache, stage, stage_slot, sparse, c, r, rows, group, layers, kv_heads, first_page, layer, head, own_key, keys):
-    """Set c.kept by block for `rows` rows (tokens × the heads of a group), whose tokens see up to `keys` keys, those from own_key (a multiple
-    of 32) on being theirs; stage, stage_slot: where those lie while they have no codes of 4 bits. Call after prepare_rows. Returns the number
-    of blocks kept."""
+    """Set c.kept by block for `rows` rows (tokens × the heads of a group), whose tokens see up to `keys` keys, those from own_key (a
+    multiple of 32) on being theirs; stage, stage_slot: where those lie while they have no codes of 4 bits. Call after prepare_rows. Returns
+    the
+    number of blocks kept."""
     units = own_key // UNIT
     blocks = (keys + sparse.block - 1) // sparse.block
     least = budget(sparse, blocks)
@@ -171,7 +172,7 @@ def choose(cache, stage, stage_slot, sparse, c, r, rows, group, layers, kv_heads
                 fold_unit(cache.plane, c, r, rows, first_slot, page_step, unit)
                 scan_unit(cache.plane, c, r, rows, first_slot, page_step, unit)
                 add_unit(c, r, rows, sparse.block, unit)
-    if sparse.mass > 0:
+    if rows == group and keys - own_key <= UNIT:  # decode: a query's own unit counts too
         add_own_unit(
             cache, stage, stage_slot, c, r, rows, sparse.block, slot_of(layers, kv_heads, first_page, layer, head, own_key), own_key, keys
         )
@@ -543,8 +544,9 @@ def _ask_for_keys(k, r, tiles):
 
 @helper
 def block_masses(c, block, r, rows, keys, mass, at):
-    """mass[at] float32 [blocks]: the share of attention that each block holds, mean over the rows; call after the kept ones have been attended
-    to. True where the oracle scored the blocks, else as far as they were looked at. What the keys that are never scored hold (those of the
+    """mass[at] float32 [blocks]: the share of attention that each block holds, mean over the rows; call after the kept ones have been
+    attended to. True where the oracle scored the blocks, else as far as they were looked at. What the keys that are never scored hold
+    (those of the
     unit that is not full, in blocks that are always kept) counts for the last block."""
     blocks = (keys + block - 1) // block
     for i in range(blocks):

@@ -11,8 +11,8 @@ INFINITY_BITS = 0x7F800000
 
 @helper
 def keep_top(score, count, least, share, most, kept):
-    """Set kept[i] to 1 for the largest of score[:count] (none below 0), else 0: as few as are at least `least` and hold `share` of the finite
-    sum, but at most `most`. Infinite scores are all kept, and count. The lower index wins among equals. Returns how many.
+    """Set kept[i] to 1 for the largest of score[:count] (none below 0), else 0: as few as are at least `least` and hold `share` of the
+    finite sum, but at most `most`. Infinite scores are all kept, and count. The lower index wins among equals. Returns how many.
 
     Bisects the threshold over the bits of the numbers, which order as the numbers do.
     """

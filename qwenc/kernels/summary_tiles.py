@@ -22,9 +22,11 @@ def make_look(rows: int) -> Any:
     `rows` queries.
 
     centre int8 [chunks][8 units][8 dims], step 4 bits [chunks/2][8 units][8], dims 16j … 16j + 7 in the lower and the next 8 in the upper
-    half of a byte; scale float32 [8 centres, 8 steps]; page: which of these; chunks = head_dim/8. q, a int8 [chunks][rows][8], from row_at·chunks·8
-    on: query and its magnitude in 8 bits; sums float32 [row][3]: the correction of q·centre, half of Σ|q| and half of Σq; qs float32 [row]: scale of q.
-    Writes for each row at out_at + r·out_step + unit: mid = q·centre, spread = Σ|q|·step, tilt = Σ q·step, with step = (code + ½)·scale.
+    half of a byte; scale float32 [8 centres, 8 steps]; page: which of these; chunks = head_dim/8. q, a int8 [chunks][rows][8], from
+    row_at·chunks·8 on: query and its magnitude in 8 bits; sums float32 [row][3]: the correction of q·centre, half of Σ|q| and half of Σq;
+    qs float32 [row]:
+    scale of q. Writes for each row at out_at + r·out_step + unit: mid = q·centre, spread = Σ|q|·step, tilt = Σ q·step, with step = (code +
+    ½)·scale.
     """
 
     @intrinsic

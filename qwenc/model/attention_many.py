@@ -192,8 +192,8 @@ def pieces_of_unit(shape):
 
 @helper
 def load_rows(shape, cache, b, rows, head, first_head, count, first, end, step, position):
-    """Query rows of every step-th of the tokens at positions first … end, the last one among them, ready to attend: `count` heads of a group
-    from first_head on, all if count is 0. Returns their number."""
+    """Query rows of every step-th of the tokens at positions first … end, the last one among them, ready to attend: `count` heads of a
+    group from first_head on, all if count is 0. Returns their number."""
     count = count if count > 0 else shape.heads // shape.kv_heads
     row = 0
     for t in range(first + (end - 1 - first) % step, end, step):
@@ -214,7 +214,8 @@ def query_at(shape, b, t, kv_head, i):
 
 @helper
 def store_rows(shape, b, rows, kv_head, first_head, count, first, used):
-    """What the rows have seen, divided by their weights, into b.attn; rows as load_rows made them, from token `first` of the mini-batch on."""
+    """What the rows have seen, divided by their weights, into b.attn; rows as load_rows made them, from token `first` of the mini-batch
+    on."""
     group = shape.heads // shape.kv_heads
     count = count if count > 0 else group
     for row in range(used):

@@ -26,7 +26,8 @@ from qwenc.model.records import DOWN, GATE_UP, LM_HEAD, NORM, OTHER_LOOP, OUT, Q
 def decode_step(team, w, shape, cache, sparse, b, token, position, cos, sin):
     """Put `token` at `position` and leave the logits of the next one in b.logits[0].
 
-    sparse: how blocks are chosen, where `cache` has a plane for it. cos, sin float32 [1, head_dim/2] of this position. Work claims must be zero. Leaves early, in a layer, when the team is stopped.
+    sparse: how blocks are chosen, where `cache` has a plane for it. cos, sin float32 [1, head_dim/2] of this position. Work claims must be
+    zero. Leaves early, in a layer, when the team is stopped.
     """
     now = now_ns()
     if team.rank == 0:

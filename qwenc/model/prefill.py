@@ -25,7 +25,8 @@ PHASES_PER_LAYER = 13
 @jit
 def prefill_step(team, w, shape, cache, sparse, b, ids, position, cos, sin, all_logits):
     """Put the tokens `ids` (int64 [tokens]) at positions from `position` on. Leaves the logits of the last one in b.logits[0], or, with
-    all_logits, of each one in b.logits. sparse: how blocks are chosen, where `cache` has a plane for it. cos, sin float32 [tokens, head_dim/2]. Work claims must be zero.
+    all_logits, of each one in b.logits. sparse: how blocks are chosen, where `cache` has a plane for it. cos, sin float32 [tokens,
+    head_dim/2]. Work claims must be zero.
     """
     tokens = ids.size
     now = now_ns()

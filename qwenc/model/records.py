@@ -82,8 +82,8 @@ class Buffers(NamedTuple):
     the order by expert; expert_tile int64 [experts + 1]: first token tile of an expert; y [places, hidden_room]. stage: keys of the
     mini-batch, by kv head and unit of 32 tokens, that have no codes of 4 bits yet (codes int8 [kv_heads, units, 32·head_room], scale
     float32 [kv_heads, units, 32]; empty unless a cache needs it). missed float32 [layers·kv_heads]: the share of attention that the last
-    choice of blocks left out, estimated; kept uint8 [layers·kv_heads, blocks]: that choice, and mass float32 of the same shape: the share of
-    attention that each block holds, if anybody wants to know.
+    choice of blocks left out, estimated; kept uint8 [layers·kv_heads, blocks]: that choice, and mass float32 of the same shape: the share
+    of attention that each block holds, if anybody wants to know.
     """
 
     x: np.ndarray

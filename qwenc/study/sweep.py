@@ -22,7 +22,6 @@ from qwenc.study.journal import Journal
 from qwenc.study.progress import Inner
 from qwenc.study.texts import Text, text_ids
 
-
 BUSY = 0.85  # of its threads' time: a study that got less was disturbed
 
 
