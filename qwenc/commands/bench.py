@@ -75,7 +75,7 @@ COLUMNS = (
 
 def _record(result: Any, chosen: Chosen) -> dict[str, Any]:
     """Names and units of llama-bench's JSON, as far as they mean something here, and the settings."""
-    from qwenc.machine.cpus import cpu_name
+    from qwenc.machine.topology import cpu_name
     from qwenc.version import __version__
 
     ns, ts = result.samples_ns, result.samples_ts

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from qwenc.model.sparse_plan import make_sparse
 from qwenc.study.arms import Arm, baseline
 from qwenc.study.stats import Line, Spread, fit_line
 from qwenc.study.sweep import Sample, Sweep
@@ -163,6 +164,6 @@ def curves_of(sweep: Sweep, rows: Sequence[Row]) -> list[Curve]:
 
 
 def sparse_from(arm: Arm) -> int:
-    """The context up to which a sparse arm keeps every key."""
+    """The context up to which a sparse arm sees every key."""
     settings = arm.settings
-    return max(settings.sparse_k * settings.sparse_block, settings.sparse_min_ctx)
+    return max(settings.sparse_k * settings.sparse_block, make_sparse(settings, prefill=False).from_keys)

@@ -101,7 +101,7 @@ class Sweep:
             self.reporter.progress("sweep", 1, 1)
 
     def _conditions(self, engine: Any, text: Text) -> dict[str, Any]:
-        from qwenc.machine.cpus import cpu_name
+        from qwenc.machine.topology import cpu_name
         from qwenc.version import __version__
 
         self.machine = {"qwenc": __version__, "cpu": cpu_name(), "layers": engine.config.num_hidden_layers}
