@@ -66,6 +66,10 @@ class Session:
         self.timings.decode.add(self.last)
         return logits
 
+    def truncate(self, length: int) -> None:
+        """Forget all but the first `length` tokens. Raises UsageError for more than there are."""
+        self._sequence.truncate(length)
+
     def logits(self, ids: Ids[int]) -> np.ndarray:
         """Add `ids` to the context. Returns float32 logits [n, vocab] after each of them."""
         extend = partial(self._sequence.extend, all_logits=True)

@@ -9,6 +9,8 @@ from qwenc.errors import UsageError
 WMODES = ("dual", "q4", "q8", "f32")
 KV_TYPES = ("q8", "k8v4", "q4", "f32")
 SPARSE_SCORES = ("scan", "summary", "probe", "oracle")
+# what changes how fast an answer comes, and not one bit of it
+NEUTRAL = frozenset({"threads", "pin", "prefill_batch", "offline"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,10 @@ class Settings:
             if name not in known:
                 raise UsageError(f"unknown setting {name!r} (known: {', '.join(sorted(known))})")
         return cls(**values)
+
+    def deciding(self) -> dict:
+        """The settings that results depend on."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in NEUTRAL}
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

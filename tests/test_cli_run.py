@@ -319,7 +319,7 @@ def test_json_is_one_object_on_one_line(cli):
 
 
 def test_json_never_holds_nan():
-    from qwenc.commands.outcome import to_json
+    from qwenc.plain_json import to_json
 
     record = {"a": math.nan, "b": [math.inf, (-math.inf,)], "c": {1: math.nan}, "d": frozenset([2, 1]), "e": io}
     assert json.loads(to_json(record), parse_constant=pytest.fail) == {

@@ -8,6 +8,7 @@ import sys
 
 import click
 
+from qwenc.commands.batch import batch
 from qwenc.commands.convert import convert
 from qwenc.commands.env import env
 from qwenc.commands.info import info
@@ -36,7 +37,7 @@ def cli() -> None:
     """Run Qwen3-family checkpoints on a CPU."""
 
 
-for command in (run, info, env, convert):
+for command in (run, batch, info, env, convert):
     cli.add_command(command)
 
 

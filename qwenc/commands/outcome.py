@@ -1,10 +1,7 @@
-"""What a run came to: its summary line and its JSON object."""
+"""What a run came to: its summary line and the timings of its JSON object."""
 
 from __future__ import annotations
 
-import json
-import math
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -77,13 +74,6 @@ def timings_record(outcome: Outcome) -> dict[str, Any]:
     return record
 
 
-def to_json(record: dict[str, Any], indent: int | None = None) -> str:
-    """One JSON document and a line end. Numbers that JSON cannot hold (NaN, infinity) become null; lone surrogates (from file names that
-    are no UTF-8) are escaped, so that it can always be written."""
-    text = json.dumps(_plain(record), ensure_ascii=False, allow_nan=False, indent=indent)
-    return re.sub("[\ud800-\udfff]", lambda found: f"\\u{ord(found[0]):04x}", text) + "\n"
-
-
 def peak_rss_bytes() -> int | None:
     """The most memory this process ever held, in bytes; None where the system does not tell."""
     try:
@@ -126,15 +116,3 @@ def _rate(count: int, seconds: float) -> float | None:
 
 def _show_rate(rate: float | None, of: str = "") -> str:
     return "" if rate is None else f" ({rate:.1f} tok/s{of})"
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(item) for item in (sorted(value) if isinstance(value, (set, frozenset)) else value)]
-    if value is None or isinstance(value, (str, int)):
-        return value
-    return _plain(value.item()) if hasattr(value, "item") else str(value)

@@ -107,6 +107,12 @@ class Sequence:
         """Which blocks the last sparse step chose, uint8 [layers, kv_heads, blocks] (with `watch`)."""
         return self._decode_buffers.kept.reshape(self.model.shape.layers, self.model.shape.kv_heads, -1)
 
+    def truncate(self, length: int) -> None:
+        """Forget all but the first `length` tokens. What the cache holds of the others is written over."""
+        if not 0 <= length <= self.length:
+            raise UsageError(f"a context of {self.length} tokens cannot be cut to {length}")
+        self.length = length
+
     def compile(self, reporter: Reporter) -> None:
         """Compile both steps, or load them from the cache."""
         team = Team(0, self.model.team.size, self._sync, self._claims, self.timer, self._health)
