@@ -42,7 +42,7 @@ class Lanes:
         return len(self._lanes) - self.free
 
     def start(self, key: Any, prompt: Ids[int], **arguments: Any) -> Step:
-        """Prefill the token ids `prompt` and pick the first token. arguments: of Engine.prepare. A QwencError concerns this prompt alone."""
+        """Prefill the token ids `prompt` and pick a token. arguments: of Engine.prepare. A QwencError concerns this prompt alone."""
         generation = self._engine.prepare(prompt, **arguments)
         lane = next(lane for lane in self._lanes if lane.generation is None)
         lane.session.truncate(0)

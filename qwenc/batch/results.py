@@ -152,22 +152,23 @@ class FileResults:
         """Learns what is answered; `_end` becomes the end of the last whole record."""
         with open(os.dup(self._fd), "rb") as file:
             for number, line in enumerate(file, 1):
-                place = (self._end, self._end + len(line))
                 record = _record(line)
                 torn = not line.endswith(b"\n")
+                if torn and record is not None:  # all but its line end
+                    os.pwrite(self._fd, b"\n", self._end + len(line))
+                place = (self._end, self._end + len(line) + torn)
                 if torn and record is None:
                     tell(f"{self.path}: its last line, {number}, is torn and is taken off; its item is done again")
                     break
                 if record is None:
                     raise UsageError(f"{self.path}: line {number} is no result of qwenc batch, so a run cannot go on with it")
-                if torn:
-                    os.pwrite(self._fd, b"\n", place[1])
-                    place = (place[0], place[1] + 1)
                 if "error" in record:
                     self._failures.append(place)
                 else:
                     self._answers[record["id"]] = (record["item"], place)
                 self._end = place[1]
+                if torn:
+                    break
         os.ftruncate(self._fd, self._end)
         os.lseek(self._fd, self._end, os.SEEK_SET)
 
@@ -183,11 +184,10 @@ def _record(line: bytes) -> dict[str, Any] | None:
         record = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(record, dict) or not isinstance(record.get("id"), (str, int, type(None))):
+    if not isinstance(record, dict):
         return None
-    if "error" in record or (record["id"] is not None and isinstance(record.get("item"), str) and "text" in record):
-        return record
-    return None
+    answered = isinstance(record.get("id"), (str, int)) and isinstance(record.get("item"), str) and "text" in record
+    return record if answered or ("error" in record and "line" in record) else None
 
 
 def _check_identity(path: Path, identity: dict[str, Any]) -> None:

@@ -48,7 +48,7 @@ def batch(ctx: click.Context, **_values: Any) -> None:
     """Answer every line of IN (JSONL; - or nothing is stdin) with a model."""
     values = without_overruled_variables(ctx)
     common = read_common(values)
-    out = None if values["out"] == "-" else Path(os.path.realpath(values["out"]))
+    out = _output(values["out"])
     if out is None and (values["resume"] or values["force"]):
         raise UsageError("--resume and --force need a file for the results: -o OUT")
     if values["resume"] and values["force"]:
@@ -146,6 +146,14 @@ def _input(source: str | None) -> Iterator[tuple[int, str]]:
         yield fd, str(source)
     finally:
         os.close(fd)
+
+
+def _output(name: str) -> Path | None:
+    """OUT; None for stdout. What a symbolic link leads to is written, unless it is a device (/dev/stdout)."""
+    if name == "-":
+        return None
+    path = Path(name)
+    return Path(os.path.realpath(path)) if path.is_file() or not path.exists() else path
 
 
 def _check_files(source: int, out: Path | None, values: dict[str, Any]) -> None:
