@@ -113,14 +113,15 @@ class Engine:
             raise UsageError("this checkpoint has no tokenizer: give token ids instead of text")
         return encode_messages(self.tokenizer, self.template, messages, think=think, template_kwargs=template_kwargs)
 
-    def session(self, capacity: int | None = None) -> Session:
-        """A context of up to `capacity` tokens (default, and at most: context_size) to drive by hand: prefill(ids), step(id)."""
+    def session(self, capacity: int | None = None, beside: Session | None = None) -> Session:
+        """A context of up to `capacity` tokens (default, and at most: context_size) to drive by hand: prefill(ids), step(id). beside: one
+        whose buffers it may share, since both are never in use at the same time."""
         from qwenc.session import Session
 
         size = self.context_size if capacity is None else capacity
         if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= self.context_size:
             raise UsageError(f"a session holds 1 to {self.context_size} tokens (ctx_size), not {size!r}")
-        return Session(self._model, size, self.settings, self.reporter)
+        return Session(self._model, size, self.settings, self.reporter, beside)
 
     def logits(self, ids: Ids[int]) -> np.ndarray:
         """Teacher-forced logits float32 [n, vocab]: row i follows ids[i]. Raises UsageError for ids that the model does not have or

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from collections.abc import Sequence as Ids
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from qwenc.errors import QwencError, UsageError
-from qwenc.model.forward import Model, Sequence
+from qwenc.model.forward import Model
+from qwenc.model.forward import Sequence as Context
 from qwenc.model.records import ATTN, DOWN, GATE_UP, KV, LM_HEAD, NORM, OTHER_LOOP, OUT, QKV, ROPE, SILU
 from qwenc.report import SILENT, Reporter
 from qwenc.settings import Settings
 from qwenc.timing import Timings, TokenTiming
+
+if TYPE_CHECKING:
+    from qwenc.model.together import Together
 
 SLOTS = {
     "qkv": QKV, "attn": ATTN, "o": OUT, "gu": GATE_UP, "down": DOWN, "lm": LM_HEAD,
@@ -26,11 +31,12 @@ MS = 1e-6  # nanoseconds to milliseconds
 class Session:
     """A context of at most `capacity` tokens. `timings` grows with every call; `length` is the number of tokens in the cache."""
 
-    def __init__(self, model: Model, capacity: int, settings: Settings, reporter: Reporter = SILENT):
+    def __init__(self, model: Model, capacity: int, settings: Settings, reporter: Reporter = SILENT, beside: Session | None = None):
+        """beside: another session of this model, never in use at the same time: its buffers are shared."""
         self.reporter = reporter
         self.timings = Timings()
         self.last: TokenTiming | None = None
-        self._sequence = Sequence(model, capacity, settings)
+        self._sequence: Context = Context(model, capacity, settings, beside=beside._sequence if beside else None)
 
     @property
     def length(self) -> int:
@@ -59,12 +65,23 @@ class Session:
         sequence = self._sequence
         (token,) = self._checked([token])
         logits = self._guard(lambda: sequence.step(token))
-        ms = {name: float(sequence.timer[slot]) * MS for name, slot in SLOTS.items()}
-        total = sequence.step_ns * MS
-        ms["other"] = max(0.0, total - sum(ms.values()))
-        self.last = TokenTiming(sequence.length, ms, total)
-        self.timings.decode.add(self.last)
+        self._charge(sequence.timer, sequence.step_ns)
         return logits
+
+    def together(self, most: int) -> Shared | None:
+        """What up to `most` sessions of this kind need to step together; None if they would not keep their bits, or there is but one."""
+        from qwenc.model.together import Together, can_share_steps
+
+        model = self._sequence.model
+        return Shared(Together(model, most), self) if most > 1 and can_share_steps(model) else None
+
+    def _charge(self, timer: np.ndarray, step_ns: int, sharers: int = 1) -> None:
+        """Counts a decode step that `sharers` sessions took together."""
+        ms = {name: float(timer[slot]) * MS / sharers for name, slot in SLOTS.items()}
+        total = step_ns * MS / sharers
+        ms["other"] = max(0.0, total - sum(ms.values()))
+        self.last = TokenTiming(self.length, ms, total)
+        self.timings.decode.add(self.last)
 
     def truncate(self, length: int) -> None:
         """Forget all but the first `length` tokens. Raises UsageError for more than there are."""
@@ -98,6 +115,37 @@ class Session:
             if layer is not None:
                 self.reporter.detail(f"the first layer whose output is not finite: {layer}")
             raise
+
+
+class Shared:
+    """Steps that several sessions take together."""
+
+    def __init__(self, together: Together, like: Session):
+        self._together, self._like = together, like._sequence
+
+    def compile(self, reporter: Reporter) -> None:
+        """Compile the step ahead of its first use."""
+        self._together.compile(self._like, reporter)
+
+    def step(self, sessions: Sequence[Session], tokens: Ids[int]) -> list[np.ndarray | QwencError]:
+        """Session.step for each of several; the logits, or why there are none."""
+        found = self._together.step([session._sequence for session in sessions], tokens)
+        for session in sessions:
+            session._charge(self._together.steps.timer, self._together.steps.step_ns, len(sessions))
+        return found
+
+
+def step_together(shared: Shared | None, sessions: Sequence[Session], tokens: Ids[int]) -> list[np.ndarray | QwencError]:
+    """One token for each session, in one step if they share it, else one after the other. Logits stay valid until the next call."""
+    if shared is not None and len(sessions) > 1:
+        return shared.step(sessions, tokens)
+    found: list[np.ndarray | QwencError] = []
+    for session, token in zip(sessions, tokens, strict=True):
+        try:
+            found.append(session.step(token).copy())
+        except QwencError as error:
+            found.append(error)
+    return found
 
 
 def check_ids(ids: Ids[int], vocab_size: int) -> list[int]:
