@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Sequence as Ids
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +30,7 @@ from qwenc.text.tokenizer import Tokenizer
 from qwenc.timing import Timings
 
 if TYPE_CHECKING:
+    from qwenc.kv_store.reuse import Reuse
     from qwenc.lanes import Lanes
     from qwenc.session import Session
 
@@ -65,6 +68,7 @@ class Engine:
         from qwenc.model.forward import Model
 
         self._compiled = False
+        self._reuse: Reuse | None = None
         self._output: TextOutput | None = None  # of the generation that runs now or ran last
         self.tokenizer: Tokenizer | None = reading.result()
         self.template: ChatTemplate | None = None
@@ -187,15 +191,27 @@ class Engine:
         room = min(max_tokens, self.context_size - len(ids))
         return Generation(ids, room, Sampler(sampling, self._vocab_limit), output, ends)
 
-    def lanes(self, count: int) -> Lanes:
-        """Room for `count` completions at a time."""
+    @property
+    def bytes_per_token(self) -> int:
+        """What a token takes in the KV cache."""
+        from qwenc.attention.cache import bytes_per_token
+
+        config, kv, sparse = self.config, self.settings.kv, self.settings.sparse_attn
+        return bytes_per_token(kv, config.num_hidden_layers, config.num_key_value_heads, config.padded_head_dim, sparse=sparse)
+
+    def lanes(self, count: int | None = None) -> Lanes:
+        """Room for `count` completions at a time (None: as many as pay)."""
         from qwenc.lanes import Lanes
 
         return Lanes(self, count)
 
     def identity(self) -> dict[str, Any]:
         """What the tokens of an answer depend on besides the prompt and its settings: the model's content and how it is run."""
-        return {"model": fingerprint(self.packed), **self.settings.deciding(), "wmode": self.wmode, "ctx_size": self.context_size}
+        return {**self.settings.deciding(), "model": self._fingerprint, "ctx_size": self.context_size}
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        return fingerprint(self.packed)
 
     def close(self) -> None:
         """End the threads."""
@@ -214,13 +230,28 @@ class Engine:
         timings.load_s = self.load_s
         timings.compile_s = self.compile(session)
         self._output = generation.output
-        logits = session.prefill(generation.ids)
+        logits = self.prefill(session, generation.ids)
         while True:
             step = generation.take(logits, timings, session.last if dec_prof else None)
             yield step
             if step.finish_reason or step.id is None:
                 return
             logits = session.step(step.id)
+
+    def prefill(self, session: Session, ids: list[int], beside: Iterable[Session] = ()) -> np.ndarray:
+        """Session.prefill into an empty session, less what is saved already: in other sessions, in prompt_cache or disk_kv."""
+        if self._reuse is None:
+            from qwenc.kv_store.reuse import Reuse
+
+            self._reuse = Reuse(self.settings, self._prompt_identity, self.reporter)
+        return self._reuse.prefill(session, ids, beside)
+
+    def _prompt_identity(self) -> dict[str, Any]:
+        """What the keys and values of a prompt depend on, bit by bit, besides its ids."""
+        from qwenc.kernels.jit import kernels_name
+
+        rope = hashlib.sha256(self._model.inv_freq.tobytes() + repr(self._model.rope_scaling).encode()).hexdigest()[:16]
+        return {**{name: value for name, value in self.identity().items() if name != "ctx_size"}, "rope": rope, "kernels": kernels_name()}
 
     def compile(self, session: Session) -> float:
         """Compile the steps ahead of their first use. Seconds that it took; 0 after the first time."""

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from qwenc.attention.cache import KVCache
 from qwenc.errors import QwencError, UsageError
+from qwenc.kv_store.arrays import grain_of, used_arrays
 from qwenc.model.forward import Model
 from qwenc.model.forward import Sequence as Context
 from qwenc.model.records import ATTN, DOWN, GATE_UP, KV, LM_HEAD, NORM, OTHER_LOOP, OUT, QKV, ROPE, SILU
@@ -19,6 +21,7 @@ from qwenc.settings import Settings
 from qwenc.timing import Timings, TokenTiming
 
 if TYPE_CHECKING:
+    from qwenc.kv_store.saved import SavedFile, Snapshot
     from qwenc.model.together import Together
 
 SLOTS = {
@@ -36,6 +39,9 @@ class Session:
         self.reporter = reporter
         self.timings = Timings()
         self.last: TokenTiming | None = None
+        self._settings = settings
+        self._ids: list[int] = []  # of the tokens in the context
+        self._prefilled = 0  # leading ones that came by prefill
         self._sequence: Context = Context(model, capacity, settings, beside=beside._sequence if beside else None)
 
     @property
@@ -48,6 +54,7 @@ class Session:
         timing, sequence, done = self.timings.prefill, self._sequence, 0
         for batch in self._batches(ids):
             logits = self._guard(partial(sequence.extend, batch))
+            self._took(batch.tolist(), True)
             done += len(batch)
             timing.n += len(batch)
             timing.total_ms += sequence.step_ns * MS
@@ -65,15 +72,26 @@ class Session:
         sequence = self._sequence
         (token,) = self._checked([token])
         logits = self._guard(lambda: sequence.step(token))
+        self._took([token], False)
         self._charge(sequence.timer, sequence.step_ns)
         return logits
 
     def together(self, most: int) -> Shared | None:
         """What up to `most` sessions of this kind need to step together; None if they would not keep their bits, or there is but one."""
-        from qwenc.model.together import Together, can_share_steps
+        from qwenc.model.together import Together
 
-        model = self._sequence.model
-        return Shared(Together(model, most), self) if most > 1 and can_share_steps(model) else None
+        return Shared(Together(self._sequence.model, most), self) if most > 1 and self.can_share else None
+
+    @property
+    def can_share(self) -> bool:
+        """Whether sessions of this kind can step together."""
+        from qwenc.model.together import can_share_steps
+
+        return can_share_steps(self._sequence.model)
+
+    @property
+    def capacity(self) -> int:
+        return self._sequence.capacity
 
     def _charge(self, timer: np.ndarray, step_ns: int, sharers: int = 1) -> None:
         """Counts a decode step that `sharers` sessions took together."""
@@ -84,17 +102,103 @@ class Session:
         self.timings.decode.add(self.last)
 
     def truncate(self, length: int) -> None:
-        """Forget all but the first `length` tokens. Raises UsageError for more than there are."""
+        """Forget all but the first `length` tokens. Raises UsageError for more than there are, or for a place where the context cannot be
+        cut: tokens that share scales (`grain`) stay together."""
+        if length != self.length and length % self._cache_grain:
+            raise UsageError(f"this kind of context can be cut at multiples of {self._cache_grain} tokens, not at {length}")
         self._sequence.truncate(length)
+        del self._ids[length:]
+        self._prefilled = min(self._prefilled, length)
+
+    def fork(self, capacity: int | None = None) -> Session:
+        """Another session that stands where this one does, with a cache of its own. It shares the buffers: use one at a time."""
+        forked = Session(self._sequence.model, capacity or self._sequence.capacity, self._settings, self.reporter, self)
+        forked.restore(self.snapshot())
+        return forked
+
+    def snapshot(self) -> Snapshot:
+        """A copy of the context: its ids, keys and values."""
+        from qwenc.kv_store.saved import Snapshot
+
+        return Snapshot.take(self.ids, self.prefilled, self.cache)
+
+    def restore(self, source: Snapshot | SavedFile | Session, tokens: int | None = None) -> None:
+        """Become the first `tokens` tokens (default: all) of what `source` holds, of the same model and settings. Raises UsageError for
+        more than it holds or than fit."""
+        ids = source.ids
+        count = len(ids) if tokens is None else tokens
+        if not 0 <= count <= min(len(ids), self._sequence.capacity):
+            raise UsageError(f"{count} tokens cannot be restored: {len(ids)} are there, and {self._sequence.capacity} fit")
+        if count != len(ids) and count % self._cache_grain:
+            raise UsageError(f"this kind of context can be cut at multiples of {self._cache_grain} tokens, not at {count}")
+        self._sequence.length, self._prefilled = 0, 0
+        self._ids.clear()
+        source.load(self.cache, count)
+        self._sequence.length, self._prefilled = count, min(count, source.prefilled)
+        self._ids.extend(ids[:count].tolist())
+
+    def load(self, cache: KVCache, tokens: int) -> None:
+        """Copies the first `tokens` tokens into another cache: a session is a source to restore from, too."""
+        mine = used_arrays(self.cache, tokens)
+        for name, array in used_arrays(cache, tokens).items():
+            array[:] = mine[name]
+
+    @property
+    def ids(self) -> np.ndarray:
+        """The tokens of the context, int64."""
+        return np.array(self._ids, np.int64)
+
+    @property
+    def prefilled(self) -> int:
+        """How many leading tokens prefill has computed; decode makes other bits."""
+        return self._prefilled
+
+    @property
+    def prompt(self) -> np.ndarray:
+        """Those tokens, int64."""
+        return np.array(self._ids[: self._prefilled], np.int64)
+
+    @property
+    def prompt_end(self) -> int:
+        """Where the prompt ends if the context ends there too and can be gone on with, else −1."""
+        return self._prefilled if self.grain_at_end and self._prefilled == self.length else -1
+
+    @property
+    def cache(self) -> KVCache:
+        return self._sequence.cache
+
+    @property
+    def grain(self) -> int:
+        """A prompt can be cut at multiples of this many tokens, and the rest prefilled to the same bits."""
+        return grain_of(self.cache, self._settings.prefill_batch if self._settings.sparse_attn else None)
+
+    @property
+    def grain_at_end(self) -> bool:
+        """Whether prefill may go on, to the same bits, where a prompt ended, wherever that was: not if queries choose blocks together."""
+        return not self._settings.sparse_attn
+
+    @property
+    def _cache_grain(self) -> int:
+        return grain_of(self.cache, None)
 
     def logits(self, ids: Ids[int]) -> np.ndarray:
         """Add `ids` to the context. Returns float32 logits [n, vocab] after each of them."""
         extend = partial(self._sequence.extend, all_logits=True)
-        return np.concatenate([self._guard(partial(extend, batch)).copy() for batch in self._batches(ids)])
+        found = []
+        for batch in self._batches(ids):
+            found.append(self._guard(partial(extend, batch)).copy())
+            self._took(batch.tolist(), True)
+        return np.concatenate(found)
 
     def compile(self) -> None:
         """Compile the steps, or load them from the cache, ahead of their first use."""
         self._sequence.compile(self.reporter)
+
+    def _took(self, ids: list[int], by_prefill: bool) -> None:
+        """Notes tokens that have joined the context."""
+        if by_prefill and self._prefilled == len(self._ids):
+            self._prefilled += len(ids)
+        self._ids += ids
 
     def _batches(self, ids: Ids[int]) -> list[np.ndarray]:
         """`ids`, checked, as mini-batches."""
@@ -130,7 +234,8 @@ class Shared:
     def step(self, sessions: Sequence[Session], tokens: Ids[int]) -> list[np.ndarray | QwencError]:
         """Session.step for each of several; the logits, or why there are none."""
         found = self._together.step([session._sequence for session in sessions], tokens)
-        for session in sessions:
+        for session, token in zip(sessions, tokens, strict=True):
+            session._took([token], False)
             session._charge(self._together.steps.timer, self._together.steps.step_ns, len(sessions))
         return found
 

@@ -27,8 +27,10 @@ def decode_rate(engine: qwenc.Engine, count: int, prompts: list[list[int]], toke
         answers[n].append(step.id or 0)
     began = time.perf_counter()
     while lanes.working:
-        for n, step in lanes.step():
-            answers[n].append(step.id or 0)  # type: ignore[union-attr]
+        for n, taken in lanes.step():
+            if isinstance(taken, qwenc.QwencError):
+                raise taken
+            answers[n].append(taken.id or 0)
     return count * tokens / (time.perf_counter() - began), answers[:count]
 
 

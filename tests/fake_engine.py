@@ -99,7 +99,10 @@ class FakeLanes:
     the process (as kill -9 does)."""
 
     def __init__(self, engine, count):
-        self.script, self.count, self.work = engine.script, count, {}
+        self.script, self.count, self.work = engine.script, count or 1, {}
+
+    def fits(self, tokens):
+        return tokens <= self.script.get("room", 1 << 40) or not self.work
 
     @property
     def free(self):

@@ -76,7 +76,7 @@ class Runner:
         *,
         form: str,
         defaults: Defaults,
-        count: int,
+        count: int | None = None,
         fail_fast: bool = False,
         told: Callable[[Tally], None] = lambda tally: None,
     ) -> None:
@@ -87,13 +87,18 @@ class Runner:
         self._form, self._defaults, self._fail_fast, self._told = form, defaults, fail_fast, told
         self._lanes = engine.lanes(count)
         self._seen: dict[str | int, int] = {}  # id -> line
+        self._pending: tuple[_Work, list[int], dict[str, Any]] | None = None  # read, and waiting for memory
         self._ended = False
         self._began: float | None = None
 
     def run(self) -> Tally:
         """Until the input ends or `stop` is set. Raises QwencError if input or output fails."""
         while True:
-            while not (self.stop or self._ended) and self._lanes.free:
+            while not (self.stop or (self._ended and not self._pending)) and self._lanes.free:
+                if self._pending is not None:
+                    if not self._start(*self._pending):
+                        break
+                    continue
                 self.waiting = not self._lanes.working
                 line = self._reader.next(wait=self.waiting)
                 self.waiting = False
@@ -103,7 +108,7 @@ class Runner:
                 self._handle(line)
             if self._lanes.working:
                 self._advance()
-            elif self.stop or self._ended:
+            elif self.stop or (self._ended and not self._pending):
                 return self.tally
 
     def _handle(self, line: Line) -> None:
@@ -129,11 +134,24 @@ class Runner:
         self._began = self._began or time.perf_counter()
         try:
             arguments = self._arguments(item)
-            work = _Work(item, arguments["seed"])
-            self._take(work, self._lanes.start(work, self._encode(item), **arguments))
-            self._tell()
+            ids = self._encode(item)
         except (QwencError, MemoryError) as error:
             self._fail(item.line, item.id, str(error) or "out of memory")
+        else:
+            self._start(_Work(item, arguments["seed"]), ids, arguments)
+
+    def _start(self, work: _Work, ids: list[int], arguments: dict[str, Any]) -> bool:
+        """Puts an item to work, or has it wait (and returns False) if there is no memory for it beside the others."""
+        self._pending = None
+        if not self._lanes.fits(len(ids) + arguments["max_tokens"]):
+            self._pending = (work, ids, arguments)
+            return False
+        try:
+            self._take(work, self._lanes.start(work, ids, **arguments))
+            self._tell()
+        except (QwencError, MemoryError) as error:
+            self._fail(work.item.line, work.item.id, str(error) or "out of memory")
+        return True
 
     def _advance(self) -> None:
         """One token more for every item at work."""

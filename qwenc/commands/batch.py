@@ -97,7 +97,7 @@ def _answer(
                 results,
                 form=values["form"],
                 defaults=defaults,
-                count=values["parallel"] or 1,
+                count=values["parallel"],
                 fail_fast=values["fail_fast"],
                 told=progress.show,
             )

@@ -66,7 +66,12 @@ _FILES = (
     option("--resume", is_flag=True, help="Go on with the OUT of an earlier run: answer what it has not answered."),
     option("--force", is_flag=True, help="Replace OUT if it exists."),
     option("--fail-fast", is_flag=True, help="Begin no item after one has failed."),
-    option("--parallel", type=WholeNumber(1), metavar="N", help="Items answered together, which share every read of the weights."),
+    option(
+        "--parallel",
+        type=WholeNumber(1),
+        metavar="N",
+        help="Most items answered together, sharing each read of the weights. Default: 8, fewer where memory is short.",
+    ),
     option("--prefix-file", type=FileName(), metavar="PATH", help="Text that comes before every prompt; it is computed once."),
     option("--log-every", type=WholeNumber(0), default=0, metavar="N", help="A line on stderr after every N items."),
 )

@@ -24,6 +24,11 @@ class Outcome:
     def text(self) -> str:
         return "".join(self.texts)
 
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were not computed in this run, known at its end."""
+        return max(0, self.prompt_tokens - self.timings.prefill.n) if self.timings and self.finish_reason != "interrupt" else 0
+
     def add(self, step: Any) -> None:
         """Takes one record of Engine.generate."""
         if step.id is not None:
@@ -50,7 +55,8 @@ def summary_line(outcome: Outcome, threads: int, cores: Sequence[int]) -> str:
     if outcome.timings is not None:
         parts += [f"load {outcome.timings.load_s:.2f} s", f"JIT {outcome.timings.compile_s:.2f} s"]
     timed = outcome.timings.decode.n if outcome.timings is not None else 0  # the first token comes with the prefill: one less
-    parts.append(f"prefill {outcome.prompt_tokens} tok{_show_rate(prefill)}")
+    cached = f", {outcome.cached_tokens} cached" if outcome.cached_tokens else ""
+    parts.append(f"prefill {outcome.prompt_tokens} tok{cached}{_show_rate(prefill)}")
     parts.append(f"decode {len(outcome.ids)} tok{_show_rate(decode, f' over {timed} timed')}")
     peak = peak_rss_bytes()
     if peak is not None:
@@ -68,6 +74,7 @@ def timings_record(outcome: Outcome) -> dict[str, Any]:
         record |= {
             "load_s": outcome.timings.load_s,
             "compile_s": outcome.timings.compile_s,
+            "cached_tokens": outcome.cached_tokens,
             "prefill": asdict(prefill) | {"gemm_ms": prefill.gemm_ms, "other_ms": prefill.other_ms},
             "decode": asdict(decode) | {"other_ms": decode.other_ms},
         }

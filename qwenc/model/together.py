@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from qwenc.errors import QwencError
+from qwenc.kernels.linear_lanes import lane_width
 from qwenc.model.decode_many import decode_many_phases, decode_many_step
 from qwenc.model.forward import Model
 from qwenc.model.forward import Sequence as Context
@@ -59,7 +60,7 @@ class Together:
         arrays = np.array([[(array.ctypes.data, array.shape[0]) for array in arrays_of(context.cache)] for context in contexts], np.int64)
         like = contexts[0].cache
         return (
-            *(self.model.decode_weights, self.model.shape, like, arrays, self._buffers),
+            *(self.model.decode_weights, self.model.shape, like, arrays, contexts[0].sparse_decode, self._buffers, lane_width(len(contexts))),
             *(np.array(tokens, np.int64), positions, cos, sin),
         )
 
