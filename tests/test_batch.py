@@ -248,6 +248,12 @@ def test_parallel_changes_neither_results_nor_their_order(cli, parallel):
     assert without_time(records("out")) == without_time(alone)
 
 
+def test_an_item_waits_for_memory(cli):
+    write("in", *({"id": n, "prompt": "x" * n, "max_tokens": 10} for n in range(1, 8)))
+    code, found, _ = cli("in", "--parallel", "3", script={"room": 14})
+    assert code == 0 and [record["id"] for record in found] == list(range(1, 8))
+
+
 # ---- resume -----------------------------------------------------------------------------------------------------------------
 ITEMS = [{"id": f"i{n}", "prompt": f"p{n}"} for n in range(5)]
 

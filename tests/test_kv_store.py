@@ -283,3 +283,22 @@ def test_a_saved_prompt_of_another_kind_of_cache_is_damaged(tmp_path):
         save(tmp_path / "f", session.ids, session.cache, {})
         with SavedFile(tmp_path / "f") as file, pytest.raises(Damaged):
             other.session(300).restore(file, 256)
+
+
+def test_sparse_prompts_are_cut_where_their_queries_choose_together(tmp_path):
+    """Cached runs have the bits of cold ones, also where the saved prompt ends inside a mini-batch."""
+    sparse = {"sparse_attn": True, "sparse_k": 2, "sparse_pf_min_ctx": 0, "prefill_batch": 64}
+    with load(tmp_path, **sparse) as engine:
+        wanted = {n: generate(engine, IDS[:n])[0] for n in (300, 500)}
+        assert wanted[300] != generate_exactly(IDS[:300])  # blocks were left out
+    path = str(tmp_path / "cache")
+    with load(tmp_path, prompt_cache=path, **sparse) as engine:
+        assert generate(engine, IDS[:300]) == (wanted[300], 300)
+    with load(tmp_path, prompt_cache=path, **sparse) as engine:
+        assert generate(engine, IDS[:500]) == (wanted[500], 500 - 256)
+        assert generate(engine, IDS[:300])[0] == wanted[300]
+
+
+def generate_exactly(ids):
+    with load(None) as engine:
+        return generate(engine, ids)[0]

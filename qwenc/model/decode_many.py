@@ -28,7 +28,8 @@ def decode_many_step(team, w, shape, like, arrays, sparse, b, width, tokens, pos
     """Put tokens[i] at positions[i] of context i (int64 [contexts]) and leave the logits of the next ones in b.logits.
 
     like: the cache of one of the contexts; arrays int64 [contexts, arrays of a cache, 2]: where each array of a context's cache lies and
-    how long its first axis is. sparse: as in decode_step. width: lane_width of the contexts. cos, sin float32 [contexts, head_dim/2]. Work claims must be zero.
+    how long its first axis is. sparse: as in decode_step. width: lane_width of the contexts. cos, sin float32 [contexts, head_dim/2]. Work
+    claims must be zero.
     """
     count = tokens.size
     now = now_ns()
@@ -50,9 +51,9 @@ def decode_many_step(team, w, shape, like, arrays, sparse, b, width, tokens, pos
         now = lap(team, QKV, now)
 
         for i in range(count):
-            cache, own, at, angles = cache_at(like, arrays[i]), row_of(b, i), positions[i], (cos[i : i + 1], sin[i : i + 1])
+            cache, own, own_cos, own_sin = cache_at(like, arrays[i]), row_of(b, i), cos[i : i + 1], sin[i : i + 1]
             counters = phase + 10 + 2 * i
-            now = attend(team, counters, w, shape, cache, sparse, own, rows, choice, layer, at, angles[0], angles[1], now)
+            now = attend(team, counters, w, shape, cache, sparse, own, rows, choice, layer, positions[i], own_cos, own_sin, now)
 
         prepare_lanes(team, phase + 2, w.o, count, width, b.attn, b.attn.shape[1], b)
         now = lap(team, NORM, now)

@@ -60,7 +60,15 @@ class Together:
         arrays = np.array([[(array.ctypes.data, array.shape[0]) for array in arrays_of(context.cache)] for context in contexts], np.int64)
         like = contexts[0].cache
         return (
-            *(self.model.decode_weights, self.model.shape, like, arrays, contexts[0].sparse_decode, self._buffers, lane_width(len(contexts))),
+            *(
+                self.model.decode_weights,
+                self.model.shape,
+                like,
+                arrays,
+                contexts[0].sparse_decode,
+                self._buffers,
+                lane_width(len(contexts)),
+            ),
             *(np.array(tokens, np.int64), positions, cos, sin),
         )
 
