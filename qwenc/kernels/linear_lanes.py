@@ -5,8 +5,7 @@ In prefill a row tile is read once and used for many token tiles; here every use
 
 from __future__ import annotations
 
-from numba.extending import overload
-
+from qwenc.kernels.jit import by_type
 from qwenc.kernels.linear_tiles import make_linear
 from qwenc.kernels.records import Q4, Q8, TILE
 
@@ -27,7 +26,7 @@ def linear_lanes(w, width, stack, tile, acts, token_tile, out, out_at):
     raise NotImplementedError("runs in compiled code only")
 
 
-@overload(linear_lanes)
+@by_type(linear_lanes)
 def _linear_lanes(w, width, stack, tile, acts, token_tile, out, out_at):
     tiles = TILES[w.instance_class]
     two, four, eight = tiles[0], tiles[1], tiles[-1]  # where registers are few there is no tile of eight

@@ -1,11 +1,16 @@
-"""One context of several, inside a compiled step: its cache and its rows of the buffers."""
+"""One context of several, inside a compiled step: its cache and its rows of the buffers.
+
+These hand arrays to a step that counts references, so they count them too (allocates=True).
+"""
 
 from __future__ import annotations
 
 import numba
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
+
+from qwenc.kernels.jit import by_type
 
 
 def cache_at(like, arrays):
@@ -13,7 +18,7 @@ def cache_at(like, arrays):
     raise NotImplementedError("runs in compiled code only")
 
 
-@overload(cache_at)
+@by_type(cache_at, allocates=True)
 def _cache_at(like, arrays):
     names: dict[str, object] = {"array_at": array_at}
     source, _count = _rebuild(like, "like", 0, names)
@@ -40,7 +45,7 @@ def array_at(like, address, count):
     raise NotImplementedError("runs in compiled code only")
 
 
-@overload(array_at)
+@by_type(array_at, allocates=True)
 def _array_at(like, address, count):
     dtype = like.dtype
     sizes = ", ".join(["count", *(f"like.shape[{axis}]" for axis in range(1, like.ndim))])
@@ -64,7 +69,7 @@ def row_of(b, i):
     raise NotImplementedError("runs in compiled code only")
 
 
-@overload(row_of)
+@by_type(row_of, allocates=True)
 def _row_of(b, i):
     own = ("qkv", "attn")
     parts = ", ".join(f"b.{field}[i : i + 1]" if field in own else f"b.{field}" for field in b.fields)

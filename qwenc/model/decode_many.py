@@ -8,10 +8,10 @@ are made otherwise than for many: those run one after the other, see model/toget
 from __future__ import annotations
 
 import numpy as np
-from numba.extending import overload, register_jitable
+from numba.extending import register_jitable
 
 from qwenc.attention.rows import new_rows
-from qwenc.kernels.jit import helper, jit
+from qwenc.kernels.jit import allocating, by_type, helper, jit
 from qwenc.kernels.linear import prepare, read_row, row_tiles
 from qwenc.kernels.linear_lanes import linear_lanes
 from qwenc.kernels.pointwise import add_into, all_finite, copy_into, rms_norm, silu_mul
@@ -111,7 +111,7 @@ def prepare_lanes(team, phase, matrix, count, width, x, x_width, b):
     barrier(team)
 
 
-@helper
+@allocating
 def matrix_lanes(team, phase, w, stack, count, width, acts, out, add):
     """out [contexts, …] = (or, to `add`, +=) matrix · activations."""
     tiles, out_width = row_tiles(w), out.shape[1]
@@ -136,7 +136,7 @@ def mlp_lanes(team, phase, w, gate_up, down, shape, layer, stack, count, width, 
     raise NotImplementedError("runs in compiled code only")
 
 
-@overload(mlp_lanes)
+@by_type(mlp_lanes, allocates=True)
 def _mlp_lanes(team, phase, w, gate_up, down, shape, layer, stack, count, width, normed, b, now):
     if is_absent(gate_up):  # every layer has experts
         return lambda team, phase, w, gate_up, down, shape, layer, stack, count, width, normed, b, now: now
