@@ -34,7 +34,8 @@ class Reuse:
         """Session.prefill for an empty session, with the same logits. beside: sessions whose prompts may begin alike."""
         wanted = np.array(ids, np.int64)
         done = self._copy(session, wanted, beside)
-        done = max(done, self._load(session, wanted, done))
+        loaded = self._load(session, wanted, done)
+        done = 0 if loaded < 0 else max(done, loaded)
         logits = session.prefill(ids[done:])
         for store in self._stores:
             store.keep(wanted, session.cache, len(ids) - done)
@@ -52,7 +53,8 @@ class Reuse:
         return most
 
     def _load(self, session: Session, ids: np.ndarray, done: int) -> int:
-        """Takes a longer beginning than `done` out of a store. Returns its length; 0 if there is none."""
+        """Takes a longer beginning than `done` out of a store. Returns its length; 0 if there is none, −1 if the session is left empty by
+        one that was damaged."""
         for store in self._stores:
             saved = store.find(ids)
             if saved is None:
@@ -66,8 +68,9 @@ class Reuse:
                     session.restore(saved, tokens)
                 except Damaged as error:
                     self._reporter.note(f"{error}; the prompt is computed")
+                    store.drop(saved)
                     session.truncate(0)
-                    return 0
+                    return -1
                 self._reporter.detail(f"{tokens} of {len(ids)} prompt tokens from {saved.path}")
                 return tokens
         return 0

@@ -95,7 +95,10 @@ class SavedFile:
             buffer = target[first:end] if end <= len(target) else np.empty((end - first, *shape[1:]), dtype)
             flat = buffer.reshape(-1).view(np.uint8)
             info = self._file.info(name)
-            self._file.read_bytes(info.offset + first * (info.nbytes // shape[0]), flat)
+            try:
+                self._file.read_bytes(info.offset + first * (info.nbytes // shape[0]), flat)
+            except QwencError as error:
+                raise Damaged(str(error)) from None
             if zlib.crc32(flat.data) != self._crc[number]:
                 raise Damaged(f"{self.path}: is damaged: what it holds of {name} has another checksum")
             if end > len(target):

@@ -56,6 +56,10 @@ class PromptFile:
             self._note(f"--prompt-cache {self._path}: shares {self._shared} of its {len(self._held)} tokens with this prompt")
         return saved
 
+    def drop(self, _saved: SavedFile) -> None:
+        """The file that was found is damaged inside: it is made anew."""
+        self._held = np.zeros(0, np.int64)
+
     def keep(self, ids: np.ndarray, cache: KVCache, computed: int) -> None:
         """Saves the prompt, once in the life of this object, unless the file serves well enough."""
         serves = len(self._held) and computed < WORTH and 2 * self._shared >= len(self._held)
@@ -100,6 +104,10 @@ class PromptFolder:
             with contextlib.suppress(OSError):
                 os.utime(best.path)  # used now
         return best
+
+    def drop(self, saved: SavedFile) -> None:
+        """Removes a file that is damaged inside."""
+        _remove(saved.path)
 
     def keep(self, ids: np.ndarray, cache: KVCache, computed: int) -> None:
         """Saves the prompt if that was much to compute."""
