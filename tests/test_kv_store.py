@@ -204,7 +204,9 @@ def test_a_damaged_file_costs_a_note_and_is_made_again(tmp_path, cold, damage):
     with load(tmp_path, listener, prompt_cache=str(path)) as engine:
         assert generate(engine, IDS[:40]) == (cold[40], 40)
     assert len(listener.notes) == 1 and str(path) in listener.notes[0] and "\n" not in listener.notes[0]
-    assert path.read_bytes() == whole
+    with load(tmp_path, listener, prompt_cache=str(path)) as engine:
+        assert generate(engine, IDS[:40]) == (cold[40], 1)
+    assert len(listener.notes) == 1
 
 
 @pytest.mark.parametrize("data", [b"my precious notes", b"\x00" * 100, b'{"format": "gguf"}'])
