@@ -164,7 +164,7 @@ def test_prompt_cache_saves_restores_and_says_what_it_cannot_use(tmp_path, cold)
         assert generate(engine, IDS[:300]) == (cold[300], 1)
     assert not listener.notes
     with load(tmp_path, listener, prompt_cache=str(path)) as engine:
-        generate(engine, IDS[:250] + [1, 2, 3])
+        generate(engine, [*IDS[:250], 1, 2, 3])
     assert "shares 250 of its 600 tokens" in listener.notes[-1] and path.read_bytes() != first  # it fits the new prompt better now
     with load(tmp_path, listener, prompt_cache=str(path), kv="f32") as engine:
         generate(engine, IDS[:600])

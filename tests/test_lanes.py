@@ -68,7 +68,7 @@ def test_other_caches_and_sparse_attention(settings):
         wanted = [alone(engine, ids, **arguments) for ids, arguments in requests]
         assert in_lanes(engine, 4, requests) == wanted
         long = prompts(4)[3]  # begins as the next ones do, which therefore take its keys and values
-        alike = [(long[:n] + [1, 2, 3], {"max_tokens": 3, "ignore_eos": True}) for n in (299, 150, 64, 33)]
+        alike = [([*long[:n], 1, 2, 3], {"max_tokens": 3, "ignore_eos": True}) for n in (299, 150, 64, 33)]
         wanted = [alone(engine, ids, **arguments) for ids, arguments in alike]
         assert in_lanes(engine, 2, alike) == wanted
 
