@@ -2,47 +2,38 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from qwenc.checkpoint.fingerprint import fingerprint
 from qwenc.checkpoint.locate import load_packed
 from qwenc.checkpoint.packed import Packed
 from qwenc.checkpoint.pages import read_ahead
 from qwenc.errors import QwencError, UsageError
+from qwenc.generation import Generation, Step, log_probability
 from qwenc.machine.cpus import choose_cpus
 from qwenc.machine.later import Later
 from qwenc.report import SILENT, Reporter
 from qwenc.sampling import Sampler, SamplingParams
 from qwenc.settings import Settings
-from qwenc.text.prompt import encode_prompt, resolve_eos
+from qwenc.text.prompt import encode_messages, encode_prompt, resolve_eos
 from qwenc.text.stream import StopStrings, TextOutput
 from qwenc.text.template import ChatTemplate, find_template
 from qwenc.text.tokenizer import Tokenizer
-from qwenc.timing import Timings, TokenTiming
+from qwenc.timing import Timings
 
 if TYPE_CHECKING:
+    from qwenc.kv_store.reuse import Reuse
+    from qwenc.lanes import Lanes
     from qwenc.session import Session
-
-
-@dataclass(slots=True)
-class Step:
-    """One generated token. text: the characters that are complete now (stop strings cut away); logprob: natural logarithm of the
-    token's probability before any sampling filter. The last record has finish_reason ("stop" or "length"), timings and usage; its id is
-    None when no token came with it."""
-
-    id: int | None
-    text: str
-    logprob: float | None = None
-    finish_reason: str | None = None
-    timings: Timings | None = None
-    usage: tuple[int, int] | None = None
-    token_timing: TokenTiming | None = None
 
 
 def load(model: str | Path, *, reporter: Reporter = SILENT, **settings: Any) -> Engine:
@@ -80,6 +71,7 @@ class Engine:
         from qwenc.model.forward import Model
 
         self._compiled = False
+        self._reuse: Reuse | None = None
         self._output: TextOutput | None = None  # of the generation that runs now or ran last
         self.tokenizer: Tokenizer | None = reading.result()
         self.template: ChatTemplate | None = None
@@ -122,11 +114,22 @@ class Engine:
             raise UsageError("this checkpoint has no tokenizer: give token ids instead of text")
         return encode_prompt(self.tokenizer, self.template, text, raw=raw, system=system, think=think, template_kwargs=template_kwargs)
 
-    def session(self, capacity: int | None = None, settings: Settings | None = None, *, watch: bool = False) -> Session:
+    def encode_messages(
+        self, messages: Sequence[Mapping[str, Any]], *, think: bool | None = None, template_kwargs: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """Ids of a chat of several turns, each {"role": …, "content": text}, up to where the model answers. Raises UsageError."""
+        if self.tokenizer is None:
+            raise UsageError("this checkpoint has no tokenizer: give token ids instead of text")
+        return encode_messages(self.tokenizer, self.template, messages, think=think, template_kwargs=template_kwargs)
+
+    def session(
+        self, capacity: int | None = None, settings: Settings | None = None, *, watch: bool = False, beside: Session | None = None
+    ) -> Session:
         """A context of up to `capacity` tokens (default, and at most: context_size) to drive by hand: prefill(ids), step(id).
 
         settings: other ones than the engine's, on the same weights and threads. watch: keep what sparse attention chooses (for
-        `Session.watched`). Raises UsageError for settings that need an engine of their own.
+        `Session.watched`). beside: a session whose buffers it may share, since both are never in use at the same time. Raises UsageError
+        for settings that need an engine of their own.
         """
         from qwenc.session import Session
 
@@ -138,7 +141,7 @@ class Engine:
         size = self.context_size if capacity is None else capacity
         if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= self.context_size:
             raise UsageError(f"a session holds 1 to {self.context_size} tokens (ctx_size), not {size!r}")
-        return Session(self._model, size, chosen, self.reporter, watch=watch)
+        return Session(self._model, size, chosen, self.reporter, beside, watch=watch)
 
     def logits(self, ids: Ids[int]) -> np.ndarray:
         """Teacher-forced logits float32 [n, vocab]: row i follows ids[i]. Raises UsageError for ids that the model does not have or
@@ -155,6 +158,26 @@ class Engine:
         self,
         prompt: str | Ids[int],
         *,
+        raw: bool = False,
+        system: str | None = None,
+        think: bool | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        dec_prof: bool = False,
+        **arguments: Any,
+    ) -> Iterator[Step]:
+        """Complete a prompt (text, or token ids as they are). Yields a Step per token; the last one tells why it ended and what it took.
+
+        arguments: max_tokens, temp … ignore_eos, see `prepare`. qwenc.text.prompt.encode_prompt tells what raw … template_kwargs mean;
+        dec_prof adds a TokenTiming to every step. Raises what `prepare` raises, and QwencError for logits that are not finite.
+        """
+        if isinstance(prompt, str):
+            prompt = self.encode_prompt(prompt, raw=raw, system=system, think=think, template_kwargs=template_kwargs)
+        return self._steps(self.prepare(prompt, **arguments), dec_prof)
+
+    def prepare(
+        self,
+        prompt: Ids[int],
+        *,
         max_tokens: int = 256,
         temp: float = 0.0,
         top_k: int = 0,
@@ -164,22 +187,14 @@ class Engine:
         seed: int | None = None,
         stop: Sequence[str] = (),
         ignore_eos: bool = False,
-        raw: bool = False,
-        system: str | None = None,
-        think: bool | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-        dec_prof: bool = False,
-    ) -> Iterator[Step]:
-        """Complete a prompt (text, or token ids as they are). Yields a Step per token; the last one tells why it ended and what it took.
+    ) -> Generation:
+        """A completion of the token ids `prompt` that is checked and not begun.
 
-        Greedy unless temp is above 0; qwenc.sampling.SamplingParams tells what temp … seed mean, qwenc.text.prompt.encode_prompt what raw …
-        template_kwargs do; dec_prof adds a TokenTiming to every step.
+        Greedy unless temp is above 0; qwenc.sampling.SamplingParams tells what temp … seed mean.
         Ends at an end-of-sequence id (unless ignore_eos), at a stop string, after max_tokens, or when the context is full.
-        Raises UsageError for an empty prompt or one longer than the context, QwencError for logits that are not finite.
+        Raises UsageError for an empty prompt, one longer than the context, or an argument out of range.
         """
         sampling = SamplingParams(temp, top_k, top_p, min_p, repeat_penalty, seed)
-        if isinstance(prompt, str):
-            prompt = self.encode_prompt(prompt, raw=raw, system=system, think=think, template_kwargs=template_kwargs)
         ids = self._prompt_ids(prompt)
         stop = stop or ()
         if stop and self.tokenizer is None:
@@ -187,7 +202,32 @@ class Engine:
         if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 0:
             raise UsageError(f"max_tokens must be a whole number of at least 0, not {max_tokens!r}")
         StopStrings(stop)
-        return self._steps(ids, max_tokens, Sampler(sampling, self._vocab_limit), stop, ignore_eos, dec_prof)
+        output = TextOutput(self.tokenizer, stop) if self.tokenizer else None
+        ends = frozenset() if ignore_eos else self.eos_ids
+        room = min(max_tokens, self.context_size - len(ids))
+        return Generation(ids, room, Sampler(sampling, self._vocab_limit), output, ends)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """What a token takes in the KV cache."""
+        from qwenc.attention.cache import bytes_per_token
+
+        config, kv, sparse = self.config, self.settings.kv, self.settings.sparse_attn
+        return bytes_per_token(kv, config.num_hidden_layers, config.num_key_value_heads, config.padded_head_dim, sparse=sparse)
+
+    def lanes(self, count: int | None = None) -> Lanes:
+        """Room for `count` completions at a time (None: as many as pay)."""
+        from qwenc.lanes import Lanes
+
+        return Lanes(self, count)
+
+    def identity(self) -> dict[str, Any]:
+        """What the tokens of an answer depend on besides the prompt and its settings: the model's content and how it is run."""
+        return {**self.settings.deciding(), "model": self._fingerprint, "ctx_size": self.context_size}
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        return fingerprint(self.packed)
 
     def close(self) -> None:
         """End the threads."""
@@ -200,41 +240,37 @@ class Engine:
         self.close()
 
     # ---- inside ---------------------------------------------------------------------------------------------------------------
-    def _steps(
-        self, ids: list[int], max_tokens: int, sampler: Sampler, stop: Sequence[str], ignore_eos: bool, dec_prof: bool
-    ) -> Iterator[Step]:
-        room = min(max_tokens, self.context_size - len(ids))
-        session = self.session(len(ids) + room)
+    def _steps(self, generation: Generation, dec_prof: bool) -> Iterator[Step]:
+        session = self.session(len(generation.ids) + generation.room)
         self.timings = timings = session.timings
         timings.load_s = self.load_s
-        timings.compile_s = self._compile(session)
-        output = self._output = TextOutput(self.tokenizer, stop) if self.tokenizer else None
-        ends = frozenset() if ignore_eos else self.eos_ids
-        history = list(ids)
-        logits = session.prefill(ids)
-        for count in range(1, room + 1):
-            token = sampler.pick(logits, history)
-            history.append(token)
-            step = Step(token, "", log_probability(logits, token), token_timing=session.last if dec_prof else None)
-            if token in ends:
-                step.text, step.finish_reason = output.flush() if output else "", "stop"
-            else:
-                step.text, stopped = output.push(token) if output else ("", False)
-                if stopped:
-                    step.finish_reason = "stop"
-                elif count == room:
-                    step.text += output.flush() if output else ""
-                    step.finish_reason = "length"
-            if step.finish_reason:
-                step.timings, step.usage = timings, (len(ids), count)
-                yield step
-                return
+        timings.compile_s = self.compile(session)
+        self._output = generation.output
+        logits = self.prefill(session, generation.ids)
+        while True:
+            step = generation.take(logits, timings, session.last if dec_prof else None)
             yield step
-            logits = session.step(token)
-        yield Step(None, "", None, "length", timings, (len(ids), 0))
+            if step.finish_reason or step.id is None:
+                return
+            logits = session.step(step.id)
 
-    def _compile(self, session: Any) -> float:
-        """Seconds that compiling took, the first time."""
+    def prefill(self, session: Session, ids: list[int], beside: Iterable[Session] = ()) -> np.ndarray:
+        """Session.prefill into an empty session, less what is saved already: in other sessions, in prompt_cache or disk_kv."""
+        if self._reuse is None:
+            from qwenc.kv_store.reuse import Reuse
+
+            self._reuse = Reuse(self.settings, self._prompt_identity, self.reporter)
+        return self._reuse.prefill(session, ids, beside)
+
+    def _prompt_identity(self) -> dict[str, Any]:
+        """What the keys and values of a prompt depend on, bit by bit, besides its ids."""
+        from qwenc.kernels.jit import kernels_name
+
+        rope = hashlib.sha256(self._model.inv_freq.tobytes() + repr(self._model.rope_scaling).encode()).hexdigest()[:16]
+        return {**{name: value for name, value in self.identity().items() if name != "ctx_size"}, "rope": rope, "kernels": kernels_name()}
+
+    def compile(self, session: Session) -> float:
+        """Compile the steps ahead of their first use. Seconds that it took; 0 after the first time."""
         if self._compiled:
             return 0.0
         began = time.perf_counter()
@@ -262,13 +298,6 @@ class Engine:
 def _check_text(name: str, value: Any) -> None:
     if not isinstance(value, str):
         raise UsageError(f"{name} must be text, not {value!r:.60}")
-
-
-def log_probability(logits: np.ndarray, token: int) -> float:
-    """ln softmax(logits)[token]."""
-    from qwenc.kernels.reduce import log_sum_exp
-
-    return float(logits[token]) - float(log_sum_exp(logits))
 
 
 def _read_tokenizer(packed: Packed) -> Tokenizer | None:

@@ -10,6 +10,8 @@ from qwenc.errors import UsageError
 WMODES = ("dual", "q4", "q8", "f32")
 KV_TYPES = ("q8", "k8v4", "q4", "f32")
 SPARSE_SCORES = ("scan", "summary", "probe", "oracle")
+# what changes how fast an answer comes, and not one bit of it
+NEUTRAL = frozenset({"threads", "pin", "prefill_batch", "offline", "prompt_cache", "disk_kv", "disk_kv_gb"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,9 @@ class Settings:
     run on these, as in "4-7,9", None = the fast ones. pin: pin each thread to a core of its own.
     ctx_size: most tokens in the context, None = what the model was trained for. prefill_batch: tokens per prefill mini-batch.
     offline: never ask the Hub.
+
+    prompt_cache: a file that the state of the first prompt is saved in and restored from. disk_kv: a folder of such files, of at most
+    disk_kv_gb gigabytes (10^9 bytes).
 
     sparse_attn: attend to the likeliest blocks of a long context only; sparse_… are without effect when it is off.
     sparse_block: tokens per block. sparse_k: blocks kept per kv head, the first and the current one among them; sparse_ratio: keep this
@@ -40,6 +45,9 @@ class Settings:
     ctx_size: int | None = None
     prefill_batch: int = 256
     offline: bool = False
+    prompt_cache: str | None = None
+    disk_kv: str | None = None
+    disk_kv_gb: float = 8.0
     sparse_attn: bool = False
     sparse_k: int = 32
     sparse_block: int = 32
@@ -65,6 +73,8 @@ class Settings:
             _at_least(name, getattr(self, name), 1)
         for name in ("sparse_min_ctx", "sparse_pf_min_ctx"):
             _at_least(name, getattr(self, name), 0)
+        if isinstance(self.disk_kv_gb, bool) or not isinstance(self.disk_kv_gb, (int, float)) or not 0 <= self.disk_kv_gb < 1e9:
+            raise UsageError(f"disk_kv_gb must be a number of gigabytes, not {self.disk_kv_gb!r}")
         for name in ("sparse_ratio", "sparse_mass"):
             _share(name, getattr(self, name))
         _one_of("sparse_score", self.sparse_score, SPARSE_SCORES)
@@ -77,6 +87,14 @@ class Settings:
             if name not in known:
                 raise UsageError(f"unknown setting {name!r} (known: {', '.join(sorted(known))})")
         return cls(**values)
+
+    def deciding(self) -> dict:
+        """The settings that results depend on: those of sparse attention only while it is on, and then the mini-batches of prefill too,
+        whose tokens choose their blocks together."""
+        off = {name for name in NEUTRAL if name != "prefill_batch" or not self.sparse_attn}
+        if not self.sparse_attn:
+            off |= {field.name for field in fields(self) if field.name.startswith("sparse_")}
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in off}
 
 
 def cpu_list(text: str) -> tuple[int, ...]:

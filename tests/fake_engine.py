@@ -5,6 +5,7 @@
 
 import json
 import os
+import signal
 import sys
 import time
 import types
@@ -65,6 +66,19 @@ class FakeEngine:
         calls.append(("encode_prompt", {"text": text, "raw": raw, "system": system, "think": think, "template_kwargs": template_kwargs}))
         return list(range(max(1, len(text))))
 
+    def encode_messages(self, messages, think=None, template_kwargs=None):
+        calls.append(("encode_messages", {"messages": messages, "think": think, "template_kwargs": template_kwargs}))
+        if not all(isinstance(message, dict) and isinstance(message.get("content"), str) for message in messages):
+            raise UsageError("message 1 must be an object with a role and a content")
+        return [ord(char) for message in messages for char in message["content"]]
+
+    def identity(self):
+        return {"model": self.script.get("model", "fake"), **self.settings.deciding()}
+
+    def lanes(self, count):
+        calls.append(("lanes", count))
+        return FakeLanes(self, count)
+
     def generate(self, prompt, **settings):
         calls.append(("generate", settings))
         self.timings = Timings(0.5, 0.0, PrefillTiming(len(prompt), 100.0, 10, 10, 20, 10, 30), DecodeTiming())
@@ -78,6 +92,56 @@ class FakeEngine:
             yield Step(100 + place, piece, -0.5, token_timing=timing)
             self.timings.decode = DecodeTiming(place + 1, 50.0 * (place + 1), 40.0 * (place + 1), 5.0 * (place + 1))
         yield Step(None, self.script.get("rest", ""), None, "length", self.timings, (len(prompt), len(pieces)))
+
+
+class FakeLanes:
+    """Answers a prompt with "<prompt>", one character a step. A prompt that holds FAIL fails after two of them, BAD at once; EXIT kills
+    the process (as kill -9 does)."""
+
+    def __init__(self, engine, count):
+        self.script, self.count, self.work = engine.script, count or 1, {}
+
+    def fits(self, tokens):
+        return tokens <= self.script.get("room", 1 << 40) or not self.work
+
+    @property
+    def free(self):
+        return self.count - len(self.work)
+
+    @property
+    def working(self):
+        return len(self.work)
+
+    def start(self, key, prompt, **arguments):
+        text = key.item.prompt[1] if isinstance(key.item.prompt[1], str) else "".join(map(chr, prompt))
+        calls.append(("start", {"text": text, **arguments}))
+        if "BAD" in text:
+            raise UsageError("the prompt has 12 tokens, the context 8")
+        if "MEMORY" in text:
+            raise MemoryError
+        timings = Timings(0.0, 0.0, PrefillTiming(len(prompt), 10.0, 1, 1, 2, 1, 3), DecodeTiming())
+        self.work[id(key)] = [key, f"<{text}>"[: arguments["max_tokens"]], 0, timings, len(prompt)]
+        return self.advance(id(key))
+
+    def step(self):
+        return [(self.work[at][0], self.advance(at)) for at in list(self.work)]
+
+    def advance(self, at):
+        _key, answer, place, timings, prompt = self.work[at]
+        time.sleep(self.script.get("delay", 0))
+        if "EXIT" in answer and place == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if "FAIL" in answer and place == 2:
+            del self.work[at]
+            return QwencError("the model's logits are not finite")
+        self.work[at][2] += 1
+        if place:
+            timings.decode.n += 1
+            timings.decode.total_ms += 5.0
+        if place + 1 < len(answer):
+            return Step(65, answer[place])
+        del self.work[at]
+        return Step(65, answer[place : place + 1], None, "length", timings, (prompt, len(answer)))
 
 
 def load(model, *, reporter, **settings):

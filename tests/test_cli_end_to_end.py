@@ -35,9 +35,9 @@ def cli(monkeypatch, capfdbinary, packed):
     for name in [name for name in os.environ if name.startswith(("QWENC_", "VLLM_", "NO_COLOR", "FORCE_COLOR")) and name != "QWENC_CACHE"]:
         monkeypatch.delenv(name)
 
-    def call(*args, stdin=b""):
+    def call(*args, stdin=b"", command=()):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        code = run_command(["-m", str(packed), *QUICK, *map(str, args)])
+        code = run_command([*command, "-m", str(packed), *QUICK, *map(str, args)])
         out, err = capfdbinary.readouterr()
         return code, out, err.decode().splitlines()
 
@@ -188,3 +188,36 @@ def test_a_closed_pipe_in_a_real_run(packed):
     running.stdout.close()
     err = running.stderr.read()
     assert running.wait(60) == 0 and b"rror" not in err and b"[DECODE-TIMING]" not in err
+
+
+def test_a_batch_answers_as_single_runs_do(cli, tmp_path):
+    """Real tokenizer, template and engine: prompts, messages, raw text and draws; then the same from a file that is resumed."""
+    items = [
+        {"id": "chat", "prompt": "hello"},
+        {"id": "draw", "prompt": "hello", "temp": 1.5, "seed": 5, "max_tokens": 7},
+        {"id": "raw", "prompt": "hello there", "raw": True},
+        {"id": "turns", "messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "hello"}]},
+        {"id": "bad", "prompt": "hello", "stop": ""},
+    ]
+    (tmp_path / "in").write_text("".join(json.dumps(item) + "\n" for item in items))
+    wanted = [
+        answer(cli, "-n", 9, "hello"),
+        answer(cli, "-n", 7, "--temp", 1.5, "--seed", 5, "hello"),
+        answer(cli, "-n", 9, "--raw", "hello there"),
+        answer(cli, "-n", 9, "-s", "S", "hello"),
+    ]
+    out = tmp_path / "out"
+    for number, extra in enumerate((["--parallel", "1"], ["--resume"], ["--force", "--parallel", "3"])):
+        code, _, err = cli(tmp_path / "in", "-o", out, "--ignore-eos", "-n", "9", *extra, command=["batch"])
+        assert code == 1 and "1 failed" in err[-1] and ("4 answered before" in err[-1]) == (number == 1)
+        found = [json.loads(line) for line in out.read_text().splitlines()]
+        assert [record.get("text") for record in found] == [*(run["text"] for run in wanted), None]
+        assert [record["usage"] for record in found[:4]] == [run["usage"] for run in wanted]
+
+
+def test_prompt_cache_of_the_command(cli, tmp_path):
+    cold = answer(cli, "-n", 5, "hello")
+    for cached in (0, cold["usage"]["prompt_tokens"] - 1):
+        again = answer(cli, "-n", 5, "--prompt-cache", tmp_path / "kv", "hello")
+        assert again["ids"] == cold["ids"] and again["timings"]["cached_tokens"] == cached
+    assert "cached" in cli("-n", 5, "--prompt-cache", tmp_path / "kv", "hello")[2][-1]

@@ -95,11 +95,13 @@ def test_every_setting_reaches_the_engine(cli):
             "--sparse-mass",
             "0.98",
         ),
+        *("--prompt-cache", "F", "--disk-kv", "D", "--disk-kv-gb", "2.5"),
         *("--sparse-min-ctx", "5", "--sparse-score", "probe", "--sparse-pf-min-ctx", "6", "--sparse-pf-k", "7", "--sparse-pf-group", "8"),
     )
     assert (code, out) == (0, "Hello\n")
     load = {"wmode": "q4", "kv": "f32", "threads": 1, "cpus": "0-1", "pin": False, "ctx_size": 99, "prefill_batch": 8, "offline": True}
     load |= {"sparse_attn": True, "sparse_k": 16, "sparse_block": 64, "sparse_probe": 4, "sparse_ratio": 0.1, "sparse_mass": 0.98}
+    load |= {"prompt_cache": "F", "disk_kv": "D", "disk_kv_gb": 2.5}
     load |= {"sparse_min_ctx": 5, "sparse_score": "probe", "sparse_pf_min_ctx": 6, "sparse_pf_k": 7, "sparse_pf_group": 8}
     assert asked("load") == {"model": "M", **load}
     assert asked("encode_prompt") == {"text": "hi", "raw": False, "system": "S", "think": False, "template_kwargs": {"a": [1]}}
@@ -320,7 +322,7 @@ def test_json_is_one_object_on_one_line(cli):
 
 
 def test_json_never_holds_nan():
-    from qwenc.commands.outcome import to_json
+    from qwenc.plain_json import to_json
 
     record = {"a": math.nan, "b": [math.inf, (-math.inf,)], "c": {1: math.nan}, "d": frozenset([2, 1]), "e": io}
     assert json.loads(to_json(record), parse_constant=pytest.fail) == {

@@ -321,3 +321,17 @@ def test_interrupts_at_any_moment_neither_hang_nor_split_a_team():
     """Ctrl-C used to hang when it came between the end of a wait and its next line."""
     done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60, cwd=Path(__file__).parent.parent)
     assert done.returncode == 0 and done.stdout.startswith("ok"), done.stderr
+
+
+def test_available_memory(tmp_path):
+    from qwenc.machine.free_memory import available_bytes
+
+    (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable:      64 kB\n")
+    assert available_bytes(tmp_path / "meminfo", tmp_path / "none") == 65536
+    group = tmp_path / "group"
+    group.mkdir()
+    (group / "memory.current").write_text("1000\n")
+    for limit, wanted in (("max", 65536), ("41000", 40000), ("900", 0), ("?", 65536)):
+        (group / "memory.max").write_text(limit)
+        assert available_bytes(tmp_path / "meminfo", group) == wanted
+    assert available_bytes(tmp_path / "none", tmp_path / "none") is None

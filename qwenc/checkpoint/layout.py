@@ -10,7 +10,7 @@ from qwenc.config.model_config import ModelConfig, round_up
 TILE = 16  # rows of a row tile
 GROUP = 32  # inputs that share a scale
 FORMATS = {"f32": ("f32",), "q8": ("q8",), "q4": ("q4",), "dual": ("q8", "q4")}  # of each wmode
-DTYPE_BYTES = {"U8": 1, "I8": 1, "F16": 2, "F32": 4}
+DTYPE_BYTES = {"U8": 1, "I8": 1, "U16": 2, "F16": 2, "U32": 4, "I32": 4, "F32": 4}
 
 
 @dataclass(frozen=True, slots=True)

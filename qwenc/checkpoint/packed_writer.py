@@ -20,7 +20,8 @@ from qwenc.errors import QwencError
 
 _TEMP_SUFFIX = ".part"
 ALIGN = 64  # bytes: a cache line, and the widest SIMD load
-NUMPY_DTYPES: dict[str, np.dtype] = {"U8": np.dtype("u1"), "I8": np.dtype("i1"), "F16": np.dtype("<u2"), "F32": np.dtype("<f4")}
+_CODES = {"U8": "u1", "I8": "i1", "U16": "<u2", "F16": "<u2", "U32": "<u4", "I32": "<i4", "F32": "<f4"}
+NUMPY_DTYPES: dict[str, np.dtype] = {name: np.dtype(code) for name, code in _CODES.items()}
 
 
 class PackedWriter:

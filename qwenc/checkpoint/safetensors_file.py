@@ -89,6 +89,10 @@ class SafetensorsFile:
         row = math.prod(info.shape[1:])
         return self._read(name, info, start * row, stop * row).reshape(stop - start, *info.shape[1:])
 
+    def read_bytes(self, offset: int, out: np.ndarray) -> None:
+        """Fills `out`, uint8, with what the file holds from `offset` on."""
+        _pread_exactly(self._fd, out, offset, self.path)
+
     def _read(self, name: str, info: TensorInfo, start: int, stop: int) -> np.ndarray:
         """Elements start…stop of the flat tensor, widened exactly to float32."""
         if info.dtype not in WEIGHT_DTYPES:

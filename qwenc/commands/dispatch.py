@@ -8,6 +8,7 @@ import sys
 
 import click
 
+from qwenc.commands.batch import batch
 from qwenc.commands.bench import bench
 from qwenc.commands.convert import convert
 from qwenc.commands.env import env
@@ -40,7 +41,7 @@ def cli() -> None:
     """Run Qwen3-family checkpoints on a CPU."""
 
 
-for command in (run, info, env, convert, warmup, bench, sweep, quality):
+for command in (run, batch, info, env, convert, warmup, bench, sweep, quality):
     cli.add_command(command)
 
 

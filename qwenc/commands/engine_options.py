@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from qwenc.commands.params import WholeNumber, option, option_name
+from qwenc.commands.params import FileName, WholeNumber, option, option_name
 from qwenc.errors import UsageError
 from qwenc.settings import KV_TYPES, SPARSE_SCORES, WMODES, Settings
 
@@ -26,6 +26,9 @@ _OPTIONS = (
     option("--pin/--no-pin", default=True, show_default=True, help="Keep each thread on a core of its own."),
     option("--prefill-batch", type=WholeNumber(1), default=256, show_default=True, metavar="N", help="Prompt tokens computed at once."),
     option("--offline", is_flag=True, help="Never ask the Hub."),
+    option("--prompt-cache", type=FileName(), metavar="PATH", help="Save the state of the prompt in this file; restore what it shares."),
+    option("--disk-kv", type=FileName(), metavar="DIR", help="Keep the states of long prompts in this folder, and restore from them."),
+    option("--disk-kv-gb", type=float, default=8.0, show_default=True, metavar="GB", help="Most that --disk-kv takes; the oldest go."),
     # long contexts
     option("--sparse-attn", is_flag=True, help="Attend to the likeliest blocks of a long context only."),
     option("--sparse-k", type=WholeNumber(1), default=32, show_default=True, metavar="K", help="Blocks kept per KV head."),

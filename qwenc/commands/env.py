@@ -8,9 +8,9 @@ from typing import Any
 
 import click
 
-from qwenc.commands.outcome import to_json
 from qwenc.commands.params import Command, json_option
 from qwenc.commands.screen import write_out
+from qwenc.plain_json import to_json
 
 PACKAGES = ("numba", "llvmlite", "numpy", "safetensors", "tokenizers", "jinja2", "huggingface_hub", "click", "rich")
 

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from qwenc.commands.env import table
-from qwenc.commands.outcome import show_bytes, to_json
+from qwenc.commands.outcome import show_bytes
 from qwenc.commands.params import Command, FileName, json_option, option, quiet_option
 from qwenc.commands.progress import ScreenReporter
 from qwenc.commands.screen import one_line, write_out
 from qwenc.errors import UsageError
+from qwenc.plain_json import to_json
 
 if TYPE_CHECKING:
     from qwenc.config.model_config import ModelConfig

@@ -1,10 +1,10 @@
-"""The options of `qwenc run`, in the order of its help, and the record they become."""
+"""The options of `qwenc run` and `qwenc batch`, in the order of their help, and the records they become."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
 from typing import Any
 
 import click
@@ -14,7 +14,7 @@ from qwenc.commands.params import FileName, WholeNumber, color_option, json_opti
 from qwenc.commands.prompt_input import argument_text, read_prompt, template_arguments
 from qwenc.errors import UsageError
 
-_OPTIONS = (
+_PROMPT = (
     click.argument("argument", metavar="[PROMPT]", required=False),
     option(
         "-p", "--prompt", "prompt_option", metavar="TEXT", help="The prompt, even one that is named like a command or starts with a dash."
@@ -25,50 +25,77 @@ _OPTIONS = (
         metavar="PATH",
         help="Read the prompt from a UTF-8 file: its bytes as they are, less a byte order mark. - is stdin.",
     ),
-    option("-m", "--model", type=FileName(), metavar="MODEL", help="Checkpoint folder, packed file or Hub id (Qwen/Qwen3-0.6B)."),
-    # the prompt
+)
+_MODEL = (option("-m", "--model", type=FileName(), metavar="MODEL", help="Checkpoint folder, packed file or Hub id (Qwen/Qwen3-0.6B)."),)
+_CHAT = (
     option("-s", "--system", metavar="TEXT", help="System prompt of the chat."),
     option("--think/--no-think", default=None, help="Turn the template's thinking on or off. Default: as the template does."),
     option("--chat-template-kwargs", metavar="JSON", help="More variables for the chat template, a JSON object; they win over --think."),
     option("--raw", is_flag=True, help="Complete the text as it is: no chat template, and control tokens spelled in it count."),
-    # how long
+)
+_LENGTH = (
     option("-n", "--max-tokens", type=WholeNumber(0), default=256, show_default=True, metavar="N", help="Most tokens to generate."),
     option(
         "-c", "--ctx-size", type=WholeNumber(1), metavar="N", help="Most tokens of prompt and answer. Default: what the model was made for."
     ),
     option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable. It may span tokens."),
     option("--ignore-eos", is_flag=True, help="Generate on past the model's end tokens."),
-    # how to choose
+)
+_SAMPLING = (
     option("--temp", type=float, default=0.0, show_default=True, metavar="T", help="Temperature; 0 is greedy."),
     option("--top-k", type=WholeNumber(0), default=0, show_default=True, metavar="K", help="Draw from the K likeliest tokens; 0 is off."),
     option("--top-p", type=float, default=1.0, show_default=True, metavar="P", help="Draw from the fewest tokens that reach P; 1 is off."),
     option("--min-p", type=float, default=0.0, show_default=True, metavar="P", help="Drop tokens below P times the likeliest; 0 is off."),
     option("--repeat-penalty", type=float, default=1.0, show_default=True, metavar="X", help="Penalise tokens seen before; 1 is off."),
     option("--seed", type=WholeNumber(0, bits=64), metavar="N", help="Make draws repeatable. Default: a fresh one, shown with -v."),
-    # what to print
+)
+_PRINT = (
     option("--echo", is_flag=True, help="Print the prompt before the answer."),
     option("--no-stream", is_flag=True, help="Print the answer when it is complete."),
     json_option("Print one JSON object: text, ids, finish_reason, usage, timings, settings."),
-    verbose_option(),
-    quiet_option(),
-    color_option(),
+    *(verbose_option(), quiet_option(), color_option()),
     option("--dec-prof", is_flag=True, help="A [DEC-SINGLE] line per token on stderr (also with VLLM_DEC_PROF set)."),
 )
 
 
-def run_options(function: Callable) -> Callable:
-    function = engine_options(function)
-    for add in reversed(_OPTIONS):
-        function = add(function)
-    return function
+RUN = (*_PROMPT, *_MODEL, *_CHAT, *_LENGTH, *_SAMPLING, *_PRINT)
+_FILES = (
+    click.argument("source", metavar="[IN]", required=False, type=FileName()),
+    option("-o", "--out", default="-", metavar="OUT", type=FileName(), help="Results, one JSON object a line. Default: stdout."),
+    option("--format", "form", type=click.Choice(("jsonl", "lines")), default="jsonl", show_default=True, help="What a line of IN is."),
+    option("--resume", is_flag=True, help="Go on with the OUT of an earlier run: answer what it has not answered."),
+    option("--force", is_flag=True, help="Replace OUT if it exists."),
+    option("--fail-fast", is_flag=True, help="Begin no item after one has failed."),
+    option(
+        "--parallel",
+        type=WholeNumber(1),
+        metavar="N",
+        help="Most items answered together, sharing each read of the weights. Default: 8, fewer where memory is short.",
+    ),
+    option("--prefix-file", type=FileName(), metavar="PATH", help="Text that comes before every prompt; it is computed once."),
+    option("--log-every", type=WholeNumber(0), default=0, metavar="N", help="A line on stderr after every N items."),
+)
+BATCH = (*_FILES, *_MODEL, *_CHAT, *_LENGTH, *_SAMPLING, verbose_option(), quiet_option(), color_option())
+
+
+def with_options(options: Iterable[Callable]) -> Callable:
+    """Decorates a command with `options`, shown in this order, and then those of the engine."""
+
+    def decorate(function: Callable) -> Callable:
+        function = engine_options(function)
+        for add in reversed([*options]):
+            function = add(function)
+        return function
+
+    return decorate
 
 
 @dataclass(frozen=True, slots=True)
-class RunOptions:
-    """What one run was asked for, checked. `settings` are keyword arguments of qwenc.load, `sampling` of SamplingParams."""
+class Common:
+    """What every command that generates was asked for, checked. `settings` are keyword arguments of qwenc.load, `sampling` of
+    SamplingParams."""
 
     model: str
-    prompt: str
     system: str | None
     think: bool | None
     template_kwargs: dict[str, Any] | None
@@ -78,18 +105,38 @@ class RunOptions:
     ignore_eos: bool
     sampling: dict[str, Any]
     settings: dict[str, Any]
-    echo: bool
-    stream: bool
-    as_json: bool
     verbose: bool
     quiet: bool
     color: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions(Common):
+    """What one run was asked for."""
+
+    prompt: str
+    echo: bool
+    stream: bool
+    as_json: bool
     dec_prof: bool
 
 
 def read_options(ctx: click.Context) -> RunOptions:
-    """The parsed command line as a record. Raises UsageError; reads the prompt, but loads nothing."""
-    values = _without_overruled_variables(ctx)
+    """The parsed command line of a run. Raises UsageError; reads the prompt, but loads nothing."""
+    values = without_overruled_variables(ctx)
+    common = read_common(values)
+    return RunOptions(
+        **{field.name: getattr(common, field.name) for field in fields(Common)},
+        prompt=read_prompt(values["argument"], values["prompt_option"], values["file"]),
+        echo=values["echo"],
+        stream=not (values["no_stream"] or values["as_json"]),
+        as_json=values["as_json"],
+        dec_prof=values["dec_prof"] or "VLLM_DEC_PROF" in os.environ,
+    )
+
+
+def read_common(values: dict[str, Any]) -> Common:
+    """The options that commands share. Raises UsageError."""
     if values["verbose"] and values["quiet"]:
         raise UsageError("-v and -q exclude each other")
     for name, value in (("system", "-s"), ("think", "--think"), ("chat_template_kwargs", "--chat-template-kwargs")):
@@ -105,9 +152,8 @@ def read_options(ctx: click.Context) -> RunOptions:
     system = None if values["system"] is None else argument_text("the system prompt", values["system"])
     if not values["model"]:
         raise UsageError("no model: give -m a checkpoint folder, a packed file or a Hub id, or set QWENC_MODEL")
-    return RunOptions(
+    return Common(
         model=values["model"],
-        prompt=read_prompt(values["argument"], values["prompt_option"], values["file"]),
         system=system,
         think=values["think"],
         template_kwargs=template_kwargs,
@@ -117,17 +163,13 @@ def read_options(ctx: click.Context) -> RunOptions:
         ignore_eos=values["ignore_eos"],
         sampling=sampling,
         settings=settings,
-        echo=values["echo"],
-        stream=not (values["no_stream"] or values["as_json"]),
-        as_json=values["as_json"],
         verbose=values["verbose"],
         quiet=values["quiet"],
         color=values["color"],
-        dec_prof=values["dec_prof"] or "VLLM_DEC_PROF" in os.environ,
     )
 
 
-def _without_overruled_variables(ctx: click.Context) -> dict[str, Any]:
+def without_overruled_variables(ctx: click.Context) -> dict[str, Any]:
     """The values, without those that come from the environment and that the command line contradicts.
 
     A prompt on the command line beats QWENC_PROMPT and QWENC_FILE, --raw beats QWENC_SYSTEM and the like, -q beats QWENC_VERBOSE.
@@ -136,7 +178,7 @@ def _without_overruled_variables(ctx: click.Context) -> dict[str, Any]:
     source = {name: ctx.get_parameter_source(name) for name in values}
     from_environment = {name for name in values if source[name] is click.core.ParameterSource.ENVIRONMENT}
     prompts = ("argument", "prompt_option", "file")
-    if any(values[name] is not None and name not in from_environment for name in prompts):
+    if any(values.get(name) is not None and name not in from_environment for name in prompts):
         values |= {name: None for name in prompts if name in from_environment}
     if values["raw"] and "raw" not in from_environment:
         values |= {name: None for name in ("system", "think", "chat_template_kwargs") if name in from_environment}

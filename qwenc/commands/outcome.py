@@ -1,10 +1,7 @@
-"""What a run came to: its summary line and its JSON object."""
+"""What a run came to: its summary line and the timings of its JSON object."""
 
 from __future__ import annotations
 
-import json
-import math
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -27,6 +24,11 @@ class Outcome:
     @property
     def text(self) -> str:
         return "".join(self.texts)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were not computed in this run, known at its end."""
+        return max(0, self.prompt_tokens - self.timings.prefill.n) if self.timings and self.finish_reason != "interrupt" else 0
 
     def add(self, step: Any) -> None:
         """Takes one record of Engine.generate."""
@@ -54,7 +56,8 @@ def summary_line(outcome: Outcome, threads: int, cores: Sequence[int]) -> str:
     if outcome.timings is not None:
         parts += [f"load {outcome.timings.load_s:.2f} s", f"JIT {outcome.timings.compile_s:.2f} s"]
     timed = outcome.timings.decode.n if outcome.timings is not None else 0  # the first token comes with the prefill: one less
-    parts.append(f"prefill {outcome.prompt_tokens} tok{_show_rate(prefill)}")
+    cached = f", {outcome.cached_tokens} cached" if outcome.cached_tokens else ""
+    parts.append(f"prefill {outcome.prompt_tokens} tok{cached}{_show_rate(prefill)}")
     parts.append(f"decode {len(outcome.ids)} tok{_show_rate(decode, f' over {timed} timed')}")
     peak = peak_rss_bytes()
     if peak is not None:
@@ -72,17 +75,11 @@ def timings_record(outcome: Outcome) -> dict[str, Any]:
         record |= {
             "load_s": outcome.timings.load_s,
             "compile_s": outcome.timings.compile_s,
+            "cached_tokens": outcome.cached_tokens,
             "prefill": asdict(prefill) | {"gemm_ms": prefill.gemm_ms, "other_ms": prefill.other_ms},
             "decode": asdict(decode) | {"other_ms": decode.other_ms},
         }
     return record
-
-
-def to_json(record: dict[str, Any], indent: int | None = None) -> str:
-    """One JSON document and a line end. Numbers that JSON cannot hold (NaN, infinity) become null; lone surrogates (from file names that
-    are no UTF-8) are escaped, so that it can always be written."""
-    text = json.dumps(_plain(record), ensure_ascii=False, allow_nan=False, indent=indent)
-    return re.sub("[\ud800-\udfff]", lambda found: f"\\u{ord(found[0]):04x}", text) + "\n"
 
 
 def show_bytes(count: float) -> str:
@@ -99,15 +96,3 @@ def _rate(count: int, seconds: float) -> float | None:
 
 def _show_rate(rate: float | None, of: str = "") -> str:
     return "" if rate is None else f" ({rate:.1f} tok/s{of})"
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(item) for item in (sorted(value) if isinstance(value, (set, frozenset)) else value)]
-    if value is None or isinstance(value, (str, int)):
-        return value
-    return _plain(value.item()) if hasattr(value, "item") else str(value)

@@ -34,18 +34,19 @@ class ScreenReporter(Reporter):
         if self.verbose:
             self.note(text)
 
-    def progress(self, stage: str, done: float, total: float, unit: str = "") -> None:
+    def progress(self, stage: str, done: float, total: float, unit: str = "", extra: str = "") -> None:
+        """total 0: nobody knows. extra: stands behind the stage's name."""
         if not self._bars:
             return
         now = time.monotonic()
         if stage != self._stage:
             self.close()
             self._stage, self._started = stage, now
-        if done >= total:
+        if done >= total > 0:
             self.close()
         elif now - self._started >= SHOW_AFTER_S and now - self._drawn >= REDRAW_EVERY_S:
             self._drawn = now
-            self._draw(stage, done, total, unit)
+            self._draw(f"{stage} {extra}".rstrip(), done, total or None, unit)
 
     def close(self) -> None:
         """Takes the bar off the screen, if there is one."""
@@ -53,12 +54,12 @@ class ScreenReporter(Reporter):
         if bar is not None:
             bar.stop()
 
-    def _draw(self, stage: str, done: float, total: float, unit: str) -> None:
+    def _draw(self, text: str, done: float, total: float | None, unit: str) -> None:
         if self._bar is None:
             self._bar = _new_bar(self.color, unit == "B")
-            self._bar.add_task(stage, total=total)
+            self._bar.add_task(text, total=total)
             self._bar.start()
-        self._bar.update(self._bar.task_ids[0], completed=done, total=total)
+        self._bar.update(self._bar.task_ids[0], description=text, completed=done, total=total)
         self._bar.refresh()
 
 

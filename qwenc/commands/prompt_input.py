@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import codecs
 import json
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 from qwenc.commands.screen import is_terminal
 from qwenc.errors import UsageError
+from qwenc.text.files import decode, read_text, text_of
 
 HINT = 'qwenc "a prompt", or qwenc -h for help'
 
@@ -23,13 +22,13 @@ def read_prompt(argument: str | None, option: str | None, file: str | None) -> s
     if option is not None:
         prompt = argument_text("the prompt", option)
     elif file is not None and file != "-":
-        prompt = _from_bytes(_read_file(Path(file)), file)
+        prompt = read_text(file, "the prompt")
     elif argument is not None and argument != "-":
         prompt = argument_text("the prompt", argument)
     elif not given and is_terminal(sys.stdin):
         raise UsageError(f"no prompt: try {HINT}")
     else:
-        prompt = _from_bytes(_read_stdin(), "stdin")
+        prompt = text_of(_read_stdin(), "stdin")
     if not prompt:
         raise UsageError(f"the prompt is empty{'' if given else f' (nothing on stdin): try {HINT}'}")
     return prompt
@@ -40,7 +39,7 @@ def argument_text(what: str, value: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        return _decode(os.fsencode(value), what)
+        return decode(os.fsencode(value), what)
     return value
 
 
@@ -61,17 +60,6 @@ def template_arguments(text: str | None) -> dict[str, Any] | None:
     return value
 
 
-def _read_file(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except IsADirectoryError:
-        raise UsageError(f"cannot read the prompt from {path}: it is a directory") from None
-    except OSError as error:
-        raise UsageError(f"cannot read the prompt from {path}: {error.strerror}") from None
-    except ValueError as error:  # a NUL in the name
-        raise UsageError(f"cannot read the prompt from {str(path)!r}: {error}") from None
-
-
 def _read_stdin() -> bytes:
     stream = getattr(sys.stdin, "buffer", None)
     if stream is None:
@@ -80,18 +68,3 @@ def _read_stdin() -> bytes:
         return stream.read() or b""
     except OSError as error:
         raise UsageError(f"cannot read the prompt from stdin: {error.strerror}") from None
-
-
-def _from_bytes(data: bytes, name: str) -> str:
-    """Bytes as text, unchanged (line ends too) but for a byte order mark in front."""
-    bare = data.removeprefix(codecs.BOM_UTF8)
-    return _decode(bare, name, len(data) - len(bare))
-
-
-def _decode(data: bytes, name: str, skipped: int = 0) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        hint = " (it looks like UTF-16; save it as UTF-8)" if data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else ""
-        bad = data[error.start]
-        raise UsageError(f"{name} is not UTF-8: byte 0x{bad:02x} at offset {error.start + skipped}{hint}") from None

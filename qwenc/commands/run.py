@@ -11,11 +11,12 @@ from typing import Any
 import click
 
 from qwenc.commands.main import INTERRUPTED
-from qwenc.commands.options import RunOptions, read_options, run_options
-from qwenc.commands.outcome import Outcome, summary_line, timings_record, to_json
+from qwenc.commands.options import RUN, RunOptions, read_options, with_options
+from qwenc.commands.outcome import Outcome, summary_line, timings_record
 from qwenc.commands.params import Command, option_name
 from qwenc.commands.progress import ScreenReporter
 from qwenc.commands.screen import say, wants_color, write_out
+from qwenc.plain_json import to_json
 
 EPILOG = """
 Examples:
@@ -32,7 +33,7 @@ as it was given (in a chat on its own line). Exit codes: 0 done (or the reader o
 
 
 @click.command(cls=Command, epilog=EPILOG, short_help="Complete a prompt (the default command).")
-@run_options
+@with_options(RUN)
 @click.pass_context
 def run(ctx: click.Context, **_values: Any) -> None:
     """Complete PROMPT with a model. Without a prompt, or with -, it is read from stdin."""
@@ -46,10 +47,7 @@ def run(ctx: click.Context, **_values: Any) -> None:
     if sampling.seed is None and sampling.temp > 0:
         sampling = SamplingParams(**options.sampling | {"seed": secrets.randbits(32)})
         reporter.detail(f"seed {sampling.seed}")
-    idle = _without_effect(options.sampling)
-    if idle:
-        verb = "has" if len(idle) == 1 else "have"
-        reporter.note(f"{', '.join(idle)} {verb} no effect at --temp 0, which always takes the likeliest token")
+    note_idle_sampling(options.sampling, reporter)
     try:
         with qwenc.engine.load(options.model, reporter=reporter, **options.settings) as engine:
             outcome = _generate(engine, options, sampling, reporter)
@@ -63,15 +61,16 @@ def run(ctx: click.Context, **_values: Any) -> None:
         ctx.exit(INTERRUPTED)
 
 
-def _without_effect(sampling: dict[str, Any]) -> list[str]:
-    """The options given that only matter where tokens are drawn, if none are."""
+def note_idle_sampling(sampling: dict[str, Any], reporter: ScreenReporter) -> None:
+    """Names the options given that only matter where tokens are drawn, if none are."""
     from qwenc.sampling import GREEDY_BELOW, SamplingParams
 
-    if sampling["temp"] >= GREEDY_BELOW:
-        return []
     default = SamplingParams()
     drawing = ("seed", "top_k", "top_p", "min_p")
-    return [option_name(name) for name in drawing if sampling[name] != getattr(default, name)]
+    idle = [option_name(name) for name in drawing if sampling[name] != getattr(default, name)]
+    if idle and sampling["temp"] < GREEDY_BELOW:
+        verb = "has" if len(idle) == 1 else "have"
+        reporter.note(f"{', '.join(idle)} {verb} no effect at --temp 0, which always takes the likeliest token")
 
 
 def _generate(engine: Any, options: RunOptions, sampling: Any, reporter: ScreenReporter) -> Outcome:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from qwenc.commands.options import run_options
+from qwenc.commands.engine_options import engine_options
 from qwenc.commands.params import FileName, Option, WholeNumber, YesNo, color_option, option, option_name, quiet_option, verbose_option
 from qwenc.commands.tables import FORMATS
 from qwenc.errors import UsageError
@@ -19,7 +19,12 @@ if TYPE_CHECKING:
     from qwenc.study.arms import Arm
 
 SCALAR = ("pin", "ctx_size", "offline")  # settings that are one value for a whole study
-RUN = {param.name: param for param in click.command()(run_options(lambda **_values: None)).params}
+RUN = {
+    param.name: param
+    for param in click.command()(
+        engine_options(option("-c", "--ctx-size", type=WholeNumber(1), metavar="N")(lambda **_values: None))
+    ).params
+}
 LISTED = tuple(field.name for field in fields(Settings) if field.name in RUN and field.name not in SCALAR)
 
 

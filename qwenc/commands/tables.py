@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qwenc.commands.outcome import to_json
 from qwenc.commands.screen import is_terminal
+from qwenc.plain_json import to_json
 
 FORMATS = ("table", "md", "csv", "json", "jsonl")
 

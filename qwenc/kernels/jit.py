@@ -157,11 +157,16 @@ def _fingerprint() -> str:
     return digest.hexdigest()[:16]
 
 
+def kernels_name() -> str:
+    """Names the kernels that run: what they compute may change, bit by bit, when this does."""
+    return f"{LEVEL.name}-{_fingerprint()}"
+
+
 def _choose_cache_dir() -> Path | None:
     """The user's NUMBA_CACHE_DIR, else the qwenc cache; None when neither can be written."""
     named = os.environ.get("NUMBA_CACHE_DIR")
     base = Path(named) if named else cache_root() / "jit"
-    folder = base / f"{LEVEL.name}-{_fingerprint()}"
+    folder = base / kernels_name()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

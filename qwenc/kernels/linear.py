@@ -10,9 +10,9 @@ from qwenc.kernels.jit import by_type, helper
 from qwenc.kernels.linear_tiles import AHEAD, GROUP, PIECES_TOP, make_linear, make_linear_f32
 from qwenc.kernels.records import F32, Q4, Q8, TILE, Q8Fast
 
-linear_q4_one, linear_q4_many = make_linear("q4", 1), make_linear("q4", TILE)
-linear_q8_one, linear_q8_many = make_linear("q8", 1), make_linear("q8", TILE)
-linear_q8fast_one, linear_q8fast_many = make_linear("q8fast", 1), make_linear("q8fast", TILE)
+linear_q4_one, linear_q4_many = make_linear("q4", 1, AHEAD), make_linear("q4", TILE)
+linear_q8_one, linear_q8_many = make_linear("q8", 1, AHEAD), make_linear("q8", TILE)
+linear_q8fast_one, linear_q8fast_many = make_linear("q8fast", 1, AHEAD), make_linear("q8fast", TILE)
 linear_f32_one, linear_f32_many = make_linear_f32(1), make_linear_f32(TILE)
 
 

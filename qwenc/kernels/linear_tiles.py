@@ -67,12 +67,12 @@ def _linear_q8_fine_group(e: Emitter, at: Callable[[str], Value], tokens: int) -
 QUANTISED = {"q4": (256, 1, _linear_q4_group), "q8fast": (512, 1, _linear_q8_group), "q8": (512, 2, _linear_q8_fine_group)}
 
 
-def make_linear(fmt: str, tokens: int) -> Any:
+def make_linear(fmt: str, tokens: int, ahead: int = 0) -> Any:
     """tile(codes, codes_at, scales, scales_at, x, xs, xo, tile_at, groups, out, out_at): 16 rows × `tokens` tokens.
 
     codes, scales: one row tile of the packed format (docs/architecture.md), `groups` groups of 32.
     x int8 [tile][groups][8 cells][tokens][pieces][4], xs float32 [tile][groups][tokens], xo int32 (−8·Σx) [tile][groups][tokens][pieces];
-    tile_at picks the token tile. Writes out[out_at + 16·t + row] (float32).
+    tile_at picks the token tile. Writes out[out_at + 16·t + row] (float32). ahead: bytes of codes to ask for ahead of those in use.
     """
     group_bytes, pieces, sum_group = QUANTISED[fmt]
 
@@ -93,10 +93,10 @@ def make_linear(fmt: str, tokens: int) -> Any:
             slices = [(part, Accumulators(part, e.f32, tokens)) for part in e.slices(NEON_SUMS)]
             with cgutils.for_range(builder, groups_v) as loop:
                 pointers = {name: e.at(base, builder.mul(loop.index, I64(step))) for name, (base, step) in bases.items()}
-                if tokens == 1:
+                if ahead:
                     for line in range(0, group_bytes, 64):
-                        e.prefetch(e.at(pointers["codes"], AHEAD + line), cache=1)
-                    e.prefetch(e.at(pointers["scales"], AHEAD * 2 * LANES // group_bytes), cache=1)
+                        e.prefetch(e.at(pointers["codes"], ahead + line), cache=1)
+                    e.prefetch(e.at(pointers["scales"], ahead * 2 * LANES // group_bytes), cache=1)
                 for part, sums in slices:
                     group_sums = sum_group(part, pointers.__getitem__, tokens)
                     weight_scale = part.load_half(pointers["scales"])

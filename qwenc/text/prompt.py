@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qwenc.errors import UsageError
@@ -42,6 +42,35 @@ def encode_prompt(
         ids = template.encode(tokenizer, turns, variables | dict(template_kwargs or {}))
     if not ids:
         raise UsageError("the prompt is empty: it holds no token")
+    return ids
+
+
+def encode_messages(
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    think: bool | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Ids of a chat of several turns, up to where the model answers. Never empty. Raises UsageError.
+
+    A message is {"role": text, "content": text}; what else it holds goes to the template. Control tokens in it are plain text.
+    """
+    if template is None:
+        raise UsageError("messages need a chat template, and this checkpoint has none")
+    if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence) or not messages:
+        raise UsageError("messages must be a list of at least one message")
+    for place, message in enumerate(messages, 1):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise UsageError(f"message {place} must be an object with a role and a content")
+        if not isinstance(message.get("content"), str):
+            raise UsageError(f"the content of message {place} must be text")
+        _refuse_surrogates(f"content of message {place}", message["content"])
+    variables: dict[str, Any] = {} if think is None else {"enable_thinking": think}
+    ids = template.encode(tokenizer, messages, variables | dict(template_kwargs or {}))
+    if not ids:
+        raise UsageError("the messages hold no token")
     return ids
 
 

@@ -1,0 +1,36 @@
+"""Text that a user keeps in a file: UTF-8, its bytes as they are (line ends too), less a byte order mark in front."""
+
+from __future__ import annotations
+
+import codecs
+from pathlib import Path
+
+from qwenc.errors import UsageError
+
+
+def read_text(path: str, what: str) -> str:
+    """The text of the file. `what` it is names it in a UsageError."""
+    try:
+        return text_of(Path(path).read_bytes(), path)
+    except IsADirectoryError:
+        raise UsageError(f"cannot read {what} from {path}: it is a directory") from None
+    except OSError as error:
+        raise UsageError(f"cannot read {what} from {path}: {error.strerror}") from None
+    except ValueError as error:  # a NUL in the name
+        raise UsageError(f"cannot read {what} from {path!r}: {error}") from None
+
+
+def text_of(data: bytes, name: str) -> str:
+    """Bytes as text. Raises UsageError."""
+    bare = data.removeprefix(codecs.BOM_UTF8)
+    return decode(bare, name, len(data) - len(bare))
+
+
+def decode(data: bytes, name: str, skipped: int = 0) -> str:
+    """Bytes as text, a byte order mark too. `skipped`: bytes before them, for the offset in the UsageError."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        hint = " (it looks like UTF-16; save it as UTF-8)" if data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else ""
+        bad = data[error.start]
+        raise UsageError(f"{name} is not UTF-8: byte 0x{bad:02x} at offset {error.start + skipped}{hint}") from None
