@@ -50,6 +50,7 @@ class Session:
         self.timings = Timings()
         self.last: TokenTiming | None = None
         self._settings = settings
+        self._path: dict[str, bool] = {}  # phase → whether it is exact
         self._ids: list[int] = []  # of the tokens in the context
         self._prefilled = 0  # leading ones that came by prefill
         self._sequence: Context = Context(model, capacity, settings, watch=watch, beside=beside._sequence if beside else None)
@@ -65,6 +66,7 @@ class Session:
         for batch in self._batches(ids):
             logits = self._guard(partial(sequence.extend, batch))
             self._took(batch.tolist(), True)
+            self._tell_path("prefill", sequence.why_exact(prefill=True))
             done += len(batch)
             timing.n += len(batch)
             timing.total_ms += sequence.step_ns * MS
@@ -84,7 +86,19 @@ class Session:
         logits = self._guard(lambda: sequence.step(token))
         self._took([token], False)
         self._charge(sequence.timer, sequence.step_ns)
+        self._tell_path("decode", sequence.why_exact(prefill=False))
+        missed = sequence.missed
+        if missed is not None:
+            self.timings.decode.add_missed(float(missed.mean()), float(missed.max()))
         return logits
+
+    def _tell_path(self, phase: str, why_exact: str) -> None:
+        """Says which attention a phase takes, when that changes."""
+        if self._settings.sparse_attn and self._path.get(phase) != bool(why_exact):
+            self._path[phase] = bool(why_exact)
+            self.reporter.detail(
+                f"{phase} at {self.length} tokens: " + (f"exact attention ({why_exact})" if why_exact else "sparse attention")
+            )
 
     def together(self, most: int) -> Shared | None:
         """What up to `most` sessions of this kind need to step together; None if they would not keep their bits, or there is but one."""

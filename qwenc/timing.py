@@ -55,16 +55,31 @@ class TokenTiming:
 
 @dataclass(slots=True)
 class DecodeTiming:
-    """Milliseconds of all decode steps of one generation. gemm = qkv + o + gu + down + lm."""
+    """Milliseconds of all decode steps of one generation. gemm = qkv + o + gu + down + lm. sparse_n: steps of sparse attention; missed_sum,
+    missed_worst: the share of attention that their choices of blocks left out, as estimated: summed over these steps (mean over layers
+    and kv heads), and the largest of any layer and kv head."""
 
     n: int = 0
     total_ms: float = 0.0
     gemm_ms: float = 0.0
     attn_ms: float = 0.0
+    sparse_n: int = 0
+    missed_sum: float = 0.0
+    missed_worst: float = 0.0
 
     @property
     def other_ms(self) -> float:
         return max(0.0, self.total_ms - self.gemm_ms - self.attn_ms)
+
+    @property
+    def missed_mean(self) -> float:
+        return self.missed_sum / self.sparse_n if self.sparse_n else 0.0
+
+    def add_missed(self, mean: float, worst: float) -> None:
+        """Notes what the last step's choice left out."""
+        self.sparse_n += 1
+        self.missed_sum += mean
+        self.missed_worst = max(self.missed_worst, worst)
 
     def add(self, token: TokenTiming) -> None:
         self.n += 1

@@ -59,6 +59,9 @@ def summary_line(outcome: Outcome, threads: int, cores: Sequence[int]) -> str:
     cached = f", {outcome.cached_tokens} cached" if outcome.cached_tokens else ""
     parts.append(f"prefill {outcome.prompt_tokens} tok{cached}{_show_rate(prefill)}")
     parts.append(f"decode {len(outcome.ids)} tok{_show_rate(decode, f' over {timed} timed')}")
+    decoded = outcome.timings.decode if outcome.timings is not None else None
+    if decoded is not None and decoded.sparse_n:
+        parts.append(f"sparse attention left out {decoded.missed_mean:.1%} (worst {decoded.missed_worst:.1%})")
     peak = peak_rss_bytes()
     if peak is not None:
         parts.append(f"peak RSS {show_bytes(peak)}")
@@ -77,7 +80,7 @@ def timings_record(outcome: Outcome) -> dict[str, Any]:
             "compile_s": outcome.timings.compile_s,
             "cached_tokens": outcome.cached_tokens,
             "prefill": asdict(prefill) | {"gemm_ms": prefill.gemm_ms, "other_ms": prefill.other_ms},
-            "decode": asdict(decode) | {"other_ms": decode.other_ms},
+            "decode": asdict(decode) | {"other_ms": decode.other_ms, "missed_mean": decode.missed_mean if decode.sparse_n else None},
         }
     return record
 

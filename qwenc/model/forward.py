@@ -8,6 +8,7 @@ import numba
 import numpy as np
 
 from qwenc.attention.cache import PAGE, KVCache, cache_arrays, new_cache
+from qwenc.attention.select import PROBE
 from qwenc.checkpoint.packed import Packed
 from qwenc.config.rope import rope_inv_freq, rope_tables
 from qwenc.errors import UsageError
@@ -106,10 +107,16 @@ class Sequence:
         self.length += 1
         return self._checked(buffers.logits[0, : self.model.config.vocab_size])
 
+    def why_exact(self, *, prefill: bool) -> str:
+        """Why the last step attended to the whole context; "" if it chose blocks."""
+        sparse = self.sparse_prefill if prefill else self.sparse_decode
+        return why_exact(sparse if self.is_sparse else None, self.length)
+
     @property
     def missed(self) -> np.ndarray | None:
-        """Estimated share of the attention that the last step left out, float32 [layers, kv_heads]; None when it was exact."""
-        if not self.is_sparse or why_exact(self.sparse_decode, self.length):
+        """Estimated share of the attention that the last decode step left out, float32 [layers, kv_heads]; None when it was exact, or when
+        nothing is estimated (score "probe")."""
+        if self.why_exact(prefill=False) or self.sparse_decode.score == PROBE:
             return None
         return self._scratch.decode.missed.reshape(self.model.shape.layers, self.model.shape.kv_heads)
 
