@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from qwenc.commands.outcome import show_bytes
-from qwenc.machine.cpus import show_cores
-from qwenc.machine.memory import peak_rss_bytes
 from qwenc.commands.progress import ScreenReporter
 from qwenc.commands.screen import say
+from qwenc.machine.cpus import show_cores
+from qwenc.machine.memory import peak_rss_bytes
 
 
 class BatchProgress:
