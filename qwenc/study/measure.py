@@ -20,7 +20,7 @@ WARM_TOKENS, WARM_STEPS = 64, 2
 @dataclass(frozen=True, slots=True)
 class Decoded:
     """attn_ms, total_ms: medians over the decoded tokens. kv_bytes after the last one; rss_bytes: peak of the process meanwhile. cores: CPU
-    seconds per second: threads that wait for each other spin, so far fewer than there are threads means that something else ran."""
+    seconds per second; far fewer than there are threads means that something else ran."""
 
     tokens: int
     attn_ms: float

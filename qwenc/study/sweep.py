@@ -22,7 +22,7 @@ from qwenc.study.journal import Journal
 from qwenc.study.progress import Inner
 from qwenc.study.texts import Text, text_ids
 
-BUSY = 0.85  # of its threads' time: a study that got less was disturbed
+BUSY = 0.7  # of its threads' time: a study that got less was disturbed
 
 
 @dataclass(frozen=True, slots=True)
