@@ -37,7 +37,7 @@ BATCH = 256  # prompt tokens that read the weights once
 KV_BYTES = {"q8": 2 * (HEAD_DIM + 4), "q4": (64 + 2 * 2 * HEAD_DIM / 32) + (64 + 4 * HEAD_DIM / 32)}
 UNIT = 32  # keys that share a centre and a step in the plane that blocks are ranked by
 LOOK_BYTES, SCAN_BYTES = (HEAD_DIM + HEAD_DIM / 2 + 8) / UNIT, HEAD_DIM / 4  # centre, step, scales; 2-bit codes, of a key
-KEPT, SCAN_LEAST, SCAN_SHARE = 32 * 32, 4, 3  # keys attended to; scanned: 4 times as many, or a third of all (qwenc/model/sparse_plan.py)
+KEPT, SCAN_LEAST, SCAN_SHARE = 32 * 32, 3, 5  # keys attended to; scanned: 3 times as many, or a fifth of all (qwenc/model/sparse_plan.py)
 
 # the reference on the board (its documentation): context: (prefill s exact, sparse), (attention ms exact, sparse), (token ms exact, sparse)
 REFERENCE = {

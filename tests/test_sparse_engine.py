@@ -61,7 +61,7 @@ def test_sparse_is_near_exact_and_no_thread_count_changes_it(ids, kv):
     sparse, session = run(ids, kv=kv, threads=1, **SPARSE | {"sparse_k": 5})
     more, _ = run(ids, kv=kv, threads=3, **SPARSE | {"sparse_k": 5})
     np.testing.assert_array_equal(sparse, more)
-    assert 0 < np.abs(sparse - exact).max() < 0.3 * np.abs(exact).max()
+    assert 0 < np.abs(sparse - exact).max() < 0.6 * np.abs(exact).max()
     decode = session.timings.decode
     assert decode.sparse_n == 4 and 0 <= decode.missed_mean <= decode.missed_worst <= 1
 
@@ -77,7 +77,7 @@ def test_a_mini_batch_changes_no_bit(ids, kv):
 def test_the_other_scores_run(ids, score):
     exact, _ = run(ids)
     logits, session = run(ids, **SPARSE | {"sparse_score": score, "sparse_k": 5})
-    assert np.isfinite(logits).all() and np.abs(logits - exact).max() < 0.5 * np.abs(exact).max()
+    assert np.isfinite(logits).all() and np.abs(logits - exact).max() < 0.8 * np.abs(exact).max()
     assert (session.timings.decode.sparse_n == 0) == (score == "probe")  # which estimates nothing
 
 
