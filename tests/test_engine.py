@@ -222,7 +222,7 @@ def test_a_bad_weight_stops_the_run_and_names_the_layer(tmp_path, wmode, value):
 
     with qwenc.load(folder, wmode=wmode, reporter=Listener()) as engine, pytest.raises(qwenc.QwencError, match="not finite"):
         list(engine.generate([1, 2, 3]))
-    assert told == ["the first layer whose output is not finite: 1"]
+    assert told[-1] == "the first layer whose output is not finite: 1"
 
 
 @pytest.mark.parametrize("ids", [[10**9], [-1], [160], ["a"], [2.5], [], 7])
