@@ -15,17 +15,18 @@ PROGRAM = """
 import hashlib, sys
 import numpy as np
 import qwenc
-from qwenc.attention.cache import PAGE
+from qwenc.attention.cache import cache_arrays
 ids = np.load("tests/data/goldens/qwen3-dense-tied/expected.npz")["input_ids"][:60]
-for wmode in ("q4", "q8"):
-    with qwenc.load("tests/data/goldens/qwen3-dense-tied", wmode=wmode, prefill_batch=48) as engine:
+SPARSE = {"sparse_attn": True, "sparse_k": 2, "sparse_block": 16, "sparse_min_ctx": 0, "sparse_pf_min_ctx": 0}
+for wmode, settings in (("q8", {}), ("q4", {"kv": "q4", **SPARSE})):
+    with qwenc.load("tests/data/goldens/qwen3-dense-tied", wmode=wmode, prefill_batch=48, **settings) as engine:
         session = engine.session(80)
         digest = hashlib.sha256(session.prefill(ids).tobytes())
         for token in (5, 9, 3):
             digest.update(session.step(token).tobytes())
-        cache = session._sequence.cache
-        for array in cache:
-            digest.update(np.ascontiguousarray(array[0, :, :, :64 if array.dtype == np.float32 else 4096]).tobytes())
+        for array in cache_arrays(session.cache).values():
+            tokens = array.shape[3] // 4  # of the page, those that were written
+            digest.update(np.ascontiguousarray(array[0, :, :, :tokens]).tobytes())
         print(wmode, digest.hexdigest())
 """
 

@@ -5,12 +5,12 @@ import pytest
 from unpack import q4_codes, q8_codes, unpack_f32, unpack_scales
 
 from qwenc.checkpoint.quantise import pack_f32, pack_q4, pack_q8
-from qwenc.kernels.jit import helper
+from qwenc.kernels.jit import allocating
 from qwenc.kernels.linear import linear_many, linear_one, prepare, read_row
 from qwenc.kernels.records import F32, Q4, Q8, TILE, Q8Fast, new_acts
 
 
-@helper
+@allocating
 def run_one(w, stack, x, acts, out):
     for t in range(x.shape[0]):
         prepare(w, x, t * x.shape[1], acts, 1, t)
@@ -18,7 +18,7 @@ def run_one(w, stack, x, acts, out):
             linear_one(w, stack, tile, acts, t, out, t * out.shape[1] + 16 * tile)
 
 
-@helper
+@allocating
 def run_many(w, stack, x, acts, out):
     for t in range(x.shape[0]):
         prepare(w, x, t * x.shape[1], acts, TILE, t)
@@ -30,7 +30,7 @@ def run_many(w, stack, x, acts, out):
                 out[t, 16 * tile : 16 * tile + 16] = sums[16 * (t % TILE) : 16 * (t % TILE) + 16]
 
 
-@helper
+@allocating
 def run_read_row(w, row, out):
     read_row(w, row, out, 0)
 
