@@ -82,7 +82,7 @@ def test_settings_that_need_another_engine_are_refused(engine):
 
 # ---- what sparse attention chose -------------------------------------------------------------------------------------------
 def watched(engine, length, **sparse):
-    settings = replace(engine.settings, kv="q8", sparse_attn=True, sparse_pf_min_ctx=2**31 - 1, **sparse)
+    settings = replace(engine.settings, kv="q8", sparse_attn=True, sparse_min_ctx=0, sparse_pf_min_ctx=2**31 - 1, **sparse)
     session = engine.session(length + 1, settings=settings, watch=True)
     session.prefill(IDS[:length])
     logits = session.step(IDS[length]).copy()
@@ -95,7 +95,7 @@ def test_watching_tells_the_chosen_blocks_and_their_share_of_attention(engine):
     assert np.allclose(mass.sum(axis=-1), 1, atol=1e-5) and mass.min() >= 0
     assert (most.sum(axis=-1) == 8).all()
     exact = decode_after(engine, replace(engine.settings, kv="q8"), 280, IDS[280:281])[0]
-    assert np.abs(nearly_exact - exact).max() < 0.1 * np.abs(exact).max()
+    assert np.abs(nearly_exact - exact).max() < 0.25 * np.abs(exact).max()
 
     session, _, (kept, same) = watched(engine, 280, sparse_score="oracle", sparse_k=4)
     assert (kept.sum(axis=-1) == 4).all() and kept[..., 0].all() and kept[..., -1].all()
