@@ -10,6 +10,7 @@ from qwenc.checkpoint.packed import Packed, is_packed, open_packed
 from qwenc.checkpoint.safetensors_file import SafetensorsFile
 from qwenc.errors import QwencError, UsageError
 from qwenc.report import SILENT, Reporter
+from qwenc.resources import EMBEDDED, EMBEDDED_NAME
 from qwenc.settings import WMODES, Settings
 
 DEFAULT_WMODE = WMODES[0]  # dual
@@ -31,7 +32,7 @@ def resolve(model: str | Path, settings: Settings, reporter: Reporter = SILENT) 
 def find(model: str | Path, offline: bool, reporter: Reporter = SILENT) -> Path:
     """The file or the checkpoint folder that `model` names; a Hub id owner/name[@revision] is downloaded first. Raises QwencError.
 
-    An existing path wins over a Hub id.
+    An existing path wins over the name of the model that comes with qwenc and over a Hub id.
     """
     text = str(model)
     if not text.strip():
@@ -44,6 +45,8 @@ def find(model: str | Path, offline: bool, reporter: Reporter = SILENT) -> Path:
             raise QwencError(f"{path}: is neither a file nor a folder")
     except OSError as error:
         raise QwencError(f"{text[:200]}: cannot be read: {error.strerror}") from None
+    if text == EMBEDDED_NAME:
+        return EMBEDDED
     if HUB_ID.fullmatch(text):
         return download(text, offline, reporter)
     raise QwencError(f"{text}: no such file or folder, and not a Hugging Face Hub id (owner/name)")

@@ -15,8 +15,8 @@ from qwenc.commands.outcome import show_bytes
 from qwenc.commands.params import Command, FileName, json_option, option, quiet_option
 from qwenc.commands.progress import ScreenReporter
 from qwenc.commands.screen import one_line, write_out
-from qwenc.errors import UsageError
 from qwenc.plain_json import to_json
+from qwenc.resources import EMBEDDED, EMBEDDED_NOTE
 
 if TYPE_CHECKING:
     from qwenc.config.model_config import ModelConfig
@@ -28,12 +28,13 @@ if TYPE_CHECKING:
 @option("--offline", is_flag=True, help="Never ask the Hub.")
 @quiet_option()
 def info(model: str | None, as_json: bool, offline: bool, quiet: bool) -> None:
-    """Show what MODEL is: a checkpoint folder, a packed file or a Hub id. Nothing is converted."""
-    if not model:
-        raise UsageError("no model: name a checkpoint folder, a packed file or a Hub id, or set QWENC_MODEL")
+    """Show what MODEL is: a checkpoint folder, a packed file or a Hub id; without one, the model that comes with qwenc. Nothing is
+    converted."""
     reporter = ScreenReporter(quiet)
+    if model is None:
+        reporter.note(EMBEDDED_NOTE)
     try:
-        record = describe(_open(model, offline, reporter))
+        record = describe(_open(str(EMBEDDED) if model is None else model, offline, reporter))
     finally:
         reporter.close()
     write_out(to_json(record, indent=2) if as_json else table(_for_people(record)))

@@ -13,6 +13,7 @@ from qwenc.commands.engine_options import engine_options, engine_settings
 from qwenc.commands.params import FileName, WholeNumber, color_option, json_option, option, option_name, quiet_option, verbose_option
 from qwenc.commands.prompt_input import argument_text, read_prompt, template_arguments
 from qwenc.errors import UsageError
+from qwenc.resources import EMBEDDED
 
 _PROMPT = (
     click.argument("argument", metavar="[PROMPT]", required=False),
@@ -26,7 +27,14 @@ _PROMPT = (
         help="Read the prompt from a UTF-8 file: its bytes as they are, less a byte order mark. - is stdin.",
     ),
 )
-_MODEL = (option("-m", "--model", type=FileName(), metavar="MODEL", help="Checkpoint folder, packed file or Hub id (Qwen/Qwen3-0.6B)."),)
+_MODEL = (
+    option(
+        *("-m", "--model"),
+        type=FileName(),
+        metavar="MODEL",
+        help="Checkpoint folder, packed file or Hub id (Qwen/Qwen3-0.6B). Default: embedded, the small model that comes with qwenc.",
+    ),
+)
 _CHAT = (
     option("-s", "--system", metavar="TEXT", help="System prompt of the chat."),
     option("--think/--no-think", default=None, help="Turn the template's thinking on or off. Default: as the template does."),
@@ -96,6 +104,7 @@ class Common:
     SamplingParams."""
 
     model: str
+    model_given: bool
     system: str | None
     think: bool | None
     template_kwargs: dict[str, Any] | None
@@ -150,10 +159,11 @@ def read_common(values: dict[str, Any]) -> Common:
         raise UsageError("--stop must be text of at least one character")
     template_kwargs = template_arguments(values["chat_template_kwargs"])
     system = None if values["system"] is None else argument_text("the system prompt", values["system"])
-    if not values["model"]:
-        raise UsageError("no model: give -m a checkpoint folder, a packed file or a Hub id, or set QWENC_MODEL")
+    if values["model"] == "":
+        raise UsageError("-m names no model: give it a checkpoint folder, a packed file or a Hub id")
     return Common(
-        model=values["model"],
+        model=str(EMBEDDED) if values["model"] is None else values["model"],
+        model_given=values["model"] is not None,
         system=system,
         think=values["think"],
         template_kwargs=template_kwargs,

@@ -17,6 +17,7 @@ from qwenc.commands.params import Command, option_name
 from qwenc.commands.progress import ScreenReporter
 from qwenc.commands.screen import say, wants_color, write_out
 from qwenc.plain_json import to_json
+from qwenc.resources import EMBEDDED_NOTE
 
 EPILOG = """
 Examples:
@@ -40,6 +41,8 @@ def run(ctx: click.Context, **_values: Any) -> None:
     options = read_options(ctx)
     color = wants_color(options.color, sys.stderr)
     reporter = ScreenReporter(options.quiet, options.verbose, color)
+    if not options.model_given:
+        reporter.note(EMBEDDED_NOTE)
     import qwenc.engine
     from qwenc.sampling import SamplingParams
 
