@@ -23,8 +23,8 @@ ISSUE_SHARE = 0.6  # of the questions are about a secret number
 
 # (what is asked for, made by): "The secret number of Ezra is 48213."
 RELATIONS = (("secret number", 5), ("secret code", 4), ("age", 3), ("price", 3), ("number", 4), ("phone number", 7))
-SYLLABLES = "ba be bo da do fa fe ga go ha he jo ka ki la le lo ma mi mo na ni no pa pe ra ri ro sa se ta te to va vi wa ya za zo".split()
-ENDINGS = "n r l s t m nd x k th".split() + [""] * 6
+SYLLABLES = re.findall("..", "babebodadofafegagohahejokakilalelomamimonaninopaperarirosasetatetovaviwayazazo")
+ENDINGS = [*"nrlstm", "nd", "x", "k", "th", *[""] * 6]
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,9 @@ def read_verses(path: Path | None) -> list[tuple[str, str, str]]:
 def _from_debian(folder: Path) -> str:
     """The text out of the packages bible-kjv (the reader) and bible-kjv-text, unpacked but not installed."""
     environment = os.environ | {"HOME": str(folder)}
-    subprocess.run(["apt-get", "download", "bible-kjv", "bible-kjv-text"], cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        ["apt-get", "download", "bible-kjv", "bible-kjv-text"], cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL
+    )
     for package in folder.glob("*.deb"):
         subprocess.run(["dpkg-deb", "-x", package.name, "."], cwd=folder, check=True)
     return _run([str(folder / "usr/bin/bible"), "-p", str(folder / "usr/lib"), "-f", RANGE])
@@ -87,6 +89,12 @@ def prose(verses: Sequence[tuple[str, str, str]]) -> list[str]:
         pieces.append(("\n" if place != (book, chapter) else " ") + text)
         place = (book, chapter)
     return pieces
+
+
+def words_of(pieces: Sequence[str]) -> list[str]:
+    """The words that names are taken from, lower case."""
+    words = {word.lower() for piece in pieces for word in re.findall("[A-Za-z]+", piece)}
+    return sorted(word for word in words if 3 <= len(word) <= 10)
 
 
 # -- the questions
@@ -123,7 +131,7 @@ def make_facts(rng: random.Random, words: Sequence[str], count: int) -> list[Fac
 def haystack(
     rng: random.Random, pieces: Sequence[str], facts: Sequence[tuple[float, Fact]], budget: int, length_of: Callable[[str], int]
 ) -> list[tuple[str, Fact | None]]:
-    """At most `budget` tokens of consecutive prose with each fact's sentence at its depth (0…1, of the tokens). Pieces: (text, fact or None)."""
+    """At most `budget` tokens of consecutive prose with each fact's sentence at its depth (0…1 of the tokens), as (text, fact or None)."""
     room = budget - sum(length_of(" " + fact.sentence) for _, fact in facts)
     chosen: list[tuple[str, Fact | None]] = []
     ends: list[int] = []  # tokens up to the end of each
@@ -139,7 +147,9 @@ def haystack(
     return chosen
 
 
-def needle_prompt(rng: random.Random, pieces: Sequence[str], words: Sequence[str], depth: float, tokens: int, length_of) -> tuple[str, Fact]:
+def needle_prompt(
+    rng: random.Random, pieces: Sequence[str], words: Sequence[str], depth: float, tokens: int, length_of
+) -> tuple[str, Fact]:
     """A user's turn of about `tokens` tokens: prose with one sentence of a held-out name in it, and the question for its number."""
     fact = Fact("secret number", make_name(rng, words, held_out=True), "".join(rng.choices("0123456789", k=5)))
     ask = "\n" + fact.question

@@ -27,7 +27,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from embedded_data import (
-    HELD_OUT_BOOKS, Fact, haystack, make_fact, make_facts, make_name, needle_prompt, prose, read_verses,
+    HELD_OUT_BOOKS,
+    Fact,
+    haystack,
+    make_fact,
+    make_facts,
+    make_name,
+    needle_prompt,
+    prose,
+    read_verses,
+    words_of,
 )
 from torch import nn
 
@@ -63,9 +72,9 @@ CHAT_TEMPLATE = (
 
 # (steps, ((tokens in a row, rows), …)): the lengths of a stage take turns.
 STAGES = (
-    (1200, ((256, 64),)),
-    (700, ((256, 64), (1024, 16))),
-    (700, ((256, 64), (1024, 16), (2048, 8), (4096, 4))),
+    (1400, ((256, 32),)),
+    (600, ((256, 32), (1024, 8))),
+    (700, ((256, 32), (1024, 8), (2048, 4), (4096, 2))),
 )
 WARMUP, COOLDOWN = 100, 700  # steps of rising and of falling learning rate
 ROUNDED_FROM = 500  # before the end: every other step then sees weights rounded to 4 bits, as `q4` and `dual` will
@@ -87,14 +96,29 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
 
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal attention, [B, heads, T, D] each."""
+    length = q.shape[2]
+    if length > 512:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    scores = (q @ k.transpose(-1, -2)).float() / math.sqrt(q.shape[-1])  # quicker, where it fits the cache
+    future = torch.ones(length, length, dtype=torch.bool).triu(1)
+    return torch.softmax(scores.masked_fill(future, -1e9), -1).to(q.dtype) @ v
+
+
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         hidden, ffn, dim = CONFIG["hidden_size"], CONFIG["intermediate_size"], CONFIG["head_dim"]
         self.heads, self.kv_heads, self.dim = CONFIG["num_attention_heads"], CONFIG["num_key_value_heads"], dim
         shapes = {
-            "q_proj": (self.heads * dim, hidden), "k_proj": (self.kv_heads * dim, hidden), "v_proj": (self.kv_heads * dim, hidden),
-            "o_proj": (hidden, self.heads * dim), "gate_proj": (ffn, hidden), "up_proj": (ffn, hidden), "down_proj": (hidden, ffn),
+            "q_proj": (self.heads * dim, hidden),
+            "k_proj": (self.kv_heads * dim, hidden),
+            "v_proj": (self.kv_heads * dim, hidden),
+            "o_proj": (hidden, self.heads * dim),
+            "gate_proj": (ffn, hidden),
+            "up_proj": (ffn, hidden),
+            "down_proj": (hidden, ffn),
         }
         self.w = nn.ParameterDict({name: nn.Parameter(torch.empty(shape)) for name, shape in shapes.items()})
         norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden, "q_norm": dim, "k_norm": dim}
@@ -104,12 +128,15 @@ class Layer(nn.Module):
         batch, length, _ = x.shape
         w = {name: p.bfloat16() for name, p in self.w.items()}
         h = rms_norm(x, self.norm["input_layernorm"])
-        q, k, v = F.linear(h, torch.cat([w["q_proj"], w["k_proj"], w["v_proj"]])).view(batch, length, -1, self.dim).transpose(1, 2).split(
-            [self.heads, self.kv_heads, self.kv_heads], 1
+        q, k, v = (
+            F.linear(h, torch.cat([w["q_proj"], w["k_proj"], w["v_proj"]]))
+            .view(batch, length, -1, self.dim)
+            .transpose(1, 2)
+            .split([self.heads, self.kv_heads, self.kv_heads], 1)
         )
         q, k = rotate(rms_norm(q, self.norm["q_norm"]), cos, sin), rotate(rms_norm(k, self.norm["k_norm"]), cos, sin)
         k, v = (t.repeat_interleave(self.heads // self.kv_heads, 1) for t in (k, v))
-        a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        a = attend(q, k, v)
         x = x + F.linear(a.transpose(1, 2).reshape(batch, length, -1), w["o_proj"])
         h = rms_norm(x, self.norm["post_attention_layernorm"])
         gate, up = F.linear(h, torch.cat([w["gate_proj"], w["up_proj"]])).chunk(2, -1)
@@ -185,7 +212,7 @@ def train_tokenizer(texts: list[str]) -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(SPLIT), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
-    tokenizer.decoder = decoders.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
     size = CONFIG["vocab_size"] - len(SPECIAL)
     trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
@@ -203,12 +230,13 @@ class Data:
         verses = read_verses(text)
         self.pieces = prose([verse for verse in verses if verse[0] not in HELD_OUT_BOOKS])
         self.held_out = prose([verse for verse in verses if verse[0] in HELD_OUT_BOOKS])
-        words = {word for piece in self.pieces for word in "".join(c if c.isalpha() else " " for c in piece).split()}
-        self.words = sorted({word.lower() for word in words if 3 <= len(word) <= 10})
+        self.words = words_of(self.pieces)
         if not tokenizer_file.exists():
             rng = random.Random(0)
             facts = [make_fact(rng, self.words) for _ in range(3000)]
-            train_tokenizer(self.pieces + [f"{fact.sentence} {fact.question}\nuser\nassistant\nsystem\n" for fact in facts]).save(str(tokenizer_file))
+            train_tokenizer(self.pieces + [f"{fact.sentence} {fact.question}\nuser\nassistant\nsystem\n" for fact in facts]).save(
+                str(tokenizer_file)
+            )
         self.tokenizer = Tokenizer.from_file(str(tokenizer_file))
         self.encode = lru_cache(1 << 16)(lambda text: self.tokenizer.encode(text).ids)
         self.end = self.tokenizer.token_to_id("<|endoftext|>")
@@ -224,7 +252,7 @@ class Data:
         makers = (self.prose_row, self.chat_row, self.needle_row, self.list_row, self.copy_row)
         for row in range(rows):
             at = 0
-            for text, weight in rng.choices(makers, (25, 15, 42, 12, 6))[0](rng, length):
+            for text, weight in rng.choices(makers, (24, 14, 38, 14, 10))[0](rng, length):
                 new = self.encode(text)[: length + 1 - at]
                 ids[row, at : at + len(new)] = torch.tensor(new)
                 weights[row, at : at + len(new)] = weight
@@ -232,7 +260,8 @@ class Data:
         return ids, weights
 
     def prose_row(self, rng: random.Random, length: int) -> list[tuple[str, float]]:
-        place, row, used = rng.randrange(len(self.pieces)), [], 0
+        row: list[tuple[str, float]] = []
+        place, used = rng.randrange(len(self.pieces)), 0
         while used <= length:
             piece = self.pieces[place] if row else self.pieces[place].lstrip()
             row.append((piece, 1.0))
@@ -259,8 +288,8 @@ class Data:
 
     def needle_row(self, rng: random.Random, length: int) -> list[tuple[str, float]]:
         """Prose with facts in it, then questions for them: in a chat, as bare questions, or as sentences to be completed."""
-        most = max(2, length // 100)
-        facts = make_facts(rng, self.words, min(24, 1 + int(rng.random() ** 2 * most)))
+        most = max(3, length // 80)
+        facts = make_facts(rng, self.words, min(24, 1 + int(rng.random() ** 1.5 * most)))
         asked = rng.sample(facts, len(facts))
         style = rng.choice(("chat", "chat", "bare", "sentence"))
         tail = [part for fact in asked for part in self._asked(fact, style)]
@@ -274,7 +303,11 @@ class Data:
         row = [(head, 0.0)] if head else []
         for text, fact in body:
             text = text if row else text.lstrip()
-            row += [(text, 0.5)] if fact is None else [((" " if row else "") + fact.lead, TEMPLATE_WEIGHT), (f" {fact.value}", 0.0), (".", 1.0)]
+            row += (
+                [(text, 0.5)]
+                if fact is None
+                else [((" " if row else "") + fact.lead, TEMPLATE_WEIGHT), (f" {fact.value}", 0.0), (".", 1.0)]
+            )
         return row + tail
 
     def _asked(self, fact: Fact, style: str) -> list[tuple[str, float]]:
@@ -326,7 +359,9 @@ def make_optimizers(model: Model) -> list[torch.optim.Optimizer]:
     norms = [p for name, p in model.named_parameters() if p.dim() == 1]
     return [
         torch.optim.Muon(matrices, lr=1.0, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW([{"params": [model.embed], "weight_decay": 0.01}, {"params": norms, "weight_decay": 0.0}], lr=1.0, betas=(0.9, 0.97)),
+        torch.optim.AdamW(
+            [{"params": [model.embed], "weight_decay": 0.01}, {"params": norms, "weight_decay": 0.0}], lr=1.0, betas=(0.9, 0.97)
+        ),
     ]
 
 
@@ -437,15 +472,30 @@ def export(model: Model, data: Data, folder: Path) -> None:
     tensors = {"model.embed_tokens.weight": model.embed, "model.norm.weight": model.final_norm}
     for number, layer in enumerate(model.layers):
         for name, p in [*layer.w.items(), *layer.norm.items()]:
-            part = "self_attn." if name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm") else "mlp." if name.endswith("proj") else ""
+            part = (
+                "self_attn."
+                if name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
+                else "mlp."
+                if name.endswith("proj")
+                else ""
+            )
             tensors[f"model.layers.{number}.{part}{name}.weight"] = p
-    save_file({name: p.detach().bfloat16().contiguous() for name, p in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {name: p.detach().bfloat16().contiguous() for name, p in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"}
+    )
     (folder / "model.safetensors").chmod(0o644)  # safetensors writes 0600 whatever the umask says
     ids = {name: data.tokenizer.token_to_id(name) for name in SPECIAL}
     ends = {"bos_token_id": None, "eos_token_id": ids["<|im_end|>"], "pad_token_id": ids["<|endoftext|>"]}
     tokenizer_config = {
-        "tokenizer_class": "Qwen2Tokenizer", "add_prefix_space": False, "bos_token": None, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
-        "unk_token": None, "model_max_length": CONFIG["max_position_embeddings"], "clean_up_tokenization_spaces": False, "chat_template": CHAT_TEMPLATE,
+        "tokenizer_class": "Qwen2Tokenizer",
+        "add_prefix_space": False,
+        "bos_token": None,
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "unk_token": None,
+        "model_max_length": CONFIG["max_position_embeddings"],
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
     }
     texts = {
         "config.json": CONFIG | ends,

@@ -78,10 +78,9 @@ def test_kv_bytes_of_the_usual_shape(cli, tmp_path):
 
 
 def test_info_takes_the_model_from_the_environment(cli, tiny, monkeypatch):
-    code, _, err = cli("info")
-    assert code == 2 and len(err) == 1 and "QWENC_MODEL" in err[0]
     monkeypatch.setenv("QWENC_MODEL", str(tiny))
-    assert cli("info")[0] == 0
+    code, out, err = cli("info", "--json")
+    assert (code, json.loads(out)["model"], err) == (0, str(tiny), [])
 
 
 def test_convert_then_info(cli, tiny, tmp_path):

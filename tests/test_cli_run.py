@@ -10,6 +10,7 @@ import fake_engine
 import pytest
 
 from qwenc.commands.dispatch import run_command
+from qwenc.resources import EMBEDDED
 
 
 @pytest.fixture
@@ -218,9 +219,13 @@ def test_wrong_usage_is_one_line_and_exit_2(cli, args):
     assert not fake_engine.calls
 
 
-def test_no_model_is_wrong_usage(cli):
-    code, _, err = cli("hi")
-    assert code == 2 and len(err) == 1 and "QWENC_MODEL" in err[0]
+def test_without_a_model_the_one_that_comes_with_qwenc_runs_and_a_line_says_so(cli):
+    code, out, err = cli("hi")
+    assert (code, out) == (0, "Hello wörld\n") and asked("load")["model"] == str(EMBEDDED)
+    assert "-m" in err[0] and "QWENC_MODEL" in err[0]
+    assert cli("-q", "hi")[1:] == ("Hello wörld\n", [])
+    for code, _, err in (cli("-m", "M", "hi"), cli("hi", env={"QWENC_MODEL": "M"})):
+        assert code == 0 and asked("load")["model"] == "M" and not any("QWENC_MODEL" in line for line in err)
 
 
 @pytest.mark.parametrize("data", [b"", "\ufeff".encode()])

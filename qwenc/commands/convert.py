@@ -29,7 +29,7 @@ Example:
 @quiet_option()
 @color_option()
 def convert(model: str, out: Path, wmode: str, force: bool, offline: bool, quiet: bool, color: str) -> None:
-    """Write MODEL, a checkpoint folder, a Hub id or `embedded` (the model that comes with qwenc), as the packed file OUT. OUT appears only when it is complete.
+    """Write MODEL, a checkpoint folder or Hub id, as the packed file OUT. OUT appears only when it is complete.
 
     If OUT is a symbolic link, the file that it leads to is written. A device, a pipe or a file of the checkpoint itself is never replaced.
     """
