@@ -17,6 +17,7 @@ import json
 import math
 import os
 import random
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -72,12 +73,13 @@ CHAT_TEMPLATE = (
 
 # (steps, ((tokens in a row, rows), …)): the lengths of a stage take turns.
 STAGES = (
-    (1400, ((256, 32),)),
-    (600, ((256, 32), (1024, 8))),
-    (700, ((256, 32), (1024, 8), (2048, 4), (4096, 2))),
+    (200, ((256, 32),)),
+    (1000, ((256, 16),)),
+    (300, ((256, 16), (1024, 4))),
+    (400, ((256, 16), (1024, 4), (4096, 1))),
 )
-WARMUP, COOLDOWN = 100, 700  # steps of rising and of falling learning rate
-ROUNDED_FROM = 500  # before the end: every other step then sees weights rounded to 4 bits, as `q4` and `dual` will
+WARMUP, COOLDOWN = 100, 350  # steps of rising and of falling learning rate
+ROUNDED_FROM = 250  # before the end: every other step then sees weights rounded to 4 bits, as `q4` and `dual` will
 LEARNING_RATE = 4e-3
 ANSWER_WEIGHT, TEMPLATE_WEIGHT = 4.0, 0.2
 
@@ -250,9 +252,10 @@ class Data:
         ids = torch.full((rows, length + 1), self.end)
         weights = torch.zeros(rows, length + 1)
         makers = (self.prose_row, self.chat_row, self.needle_row, self.list_row, self.copy_row)
+        shares = (24, 14, 38, 14, 10) if length < 2048 else (15, 5, 65, 15, 0)
         for row in range(rows):
             at = 0
-            for text, weight in rng.choices(makers, (24, 14, 38, 14, 10))[0](rng, length):
+            for text, weight in rng.choices(makers, shares)[0](rng, length):
                 new = self.encode(text)[: length + 1 - at]
                 ids[row, at : at + len(new)] = torch.tensor(new)
                 weights[row, at : at + len(new)] = weight
@@ -372,7 +375,8 @@ def loss_of(model: Model, ids: torch.Tensor, weights: torch.Tensor) -> torch.Ten
     return (losses * targets).sum() / targets.sum()
 
 
-def train(out: Path, data: Data, args: argparse.Namespace) -> Model:
+def train(out: Path, data: Data, args: argparse.Namespace) -> tuple[Model, bool]:
+    """The model after as many steps as there was time for, and whether they were all."""
     torch.manual_seed(args.seed)
     model = Model()
     optimizers = make_optimizers(model)
@@ -387,7 +391,9 @@ def train(out: Path, data: Data, args: argparse.Namespace) -> Model:
         say(f"going on from step {step}")
     compiled_loss = torch.compile(loss_of, dynamic=False)  # a minute for each length
     began = time.monotonic() - spent
-    while step < min(len(shapes), args.stop_at or len(shapes)):
+    stopping = []
+    signal.signal(signal.SIGTERM, lambda *_: stopping.append(True))  # ends after the step, with a checkpoint
+    while not stopping and step < min(len(shapes), args.stop_at or len(shapes)):
         length, rows = shapes[step]
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -403,14 +409,14 @@ def train(out: Path, data: Data, args: argparse.Namespace) -> Model:
         losses.append((length, loss.item()))
         step += 1
         if step % 20 == 0:
-            progress(step, len(shapes), losses[-40:], time.monotonic() - began)
-        if step % 200 == 0 or step == len(shapes):
+            progress(step, len(shapes), losses[-60:], time.monotonic() - began)
+        if step % 200 == 0 or step == len(shapes) or stopping:
             state = {"model": model.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
             torch.save(state | {"step": step, "losses": losses, "seconds": time.monotonic() - began}, out / "state.tmp")
             os.replace(out / "state.tmp", state_file)
         if args.probe and step % args.probe == 0:
             say(f"  needles at 256: {answer_rate(model, data, 256, 60):.0%}, held-out perplexity {perplexity(model, data, 256):.2f}")
-    return model
+    return model, step == len(shapes)
 
 
 def progress(step: int, steps: int, recent: list[tuple[int, float]], seconds: float) -> None:
@@ -534,7 +540,9 @@ def main() -> int:
     data = Data(args.text, args.out / "tokenizer.json")
     if args.evaluate:
         args.stop_at = -1
-    model = train(args.out, data, args)
+    model, done = train(args.out, data, args)
+    if not done and not args.evaluate:
+        return 1
     export(model, data, args.out / "model")
     evaluate(model, data)
     return 0
