@@ -74,9 +74,9 @@ CHAT_TEMPLATE = (
 # (steps, ((tokens in a row, rows), …)): the lengths of a stage take turns.
 STAGES = (
     (200, ((256, 32),)),
-    (1000, ((256, 16),)),
+    (700, ((256, 16),)),
     (300, ((256, 16), (1024, 4))),
-    (400, ((256, 16), (1024, 4), (4096, 1))),
+    (500, ((256, 16), (1024, 4), (4096, 1))),
 )
 WARMUP, COOLDOWN = 100, 350  # steps of rising and of falling learning rate
 ROUNDED_FROM = 250  # before the end: every other step then sees weights rounded to 4 bits, as `q4` and `dual` will
