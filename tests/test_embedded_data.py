@@ -1,5 +1,6 @@
 """The questions that the model that comes with qwenc is trained on and asked: one right answer each, and fresh where they have to be."""
 
+import itertools
 import random
 import re
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
-from embedded_data import Fact, haystack, make_facts, make_name, needle_prompt, prose, read_verses, words_of  # noqa: E402
+from embedded_data import Fact, haystack, make_facts, make_name, needle_prompt, prose, read_verses, words_of
 
 VERSES = [("Ge", str(1 + i // 20), f"Verse {i} of the tale, and the house of Nahor was full of people;") for i in range(200)]
 PIECES = prose(VERSES)
@@ -35,7 +36,7 @@ def test_several_facts_keep_their_order_and_the_prose_is_whole():
     body = haystack(random.Random(1), PIECES, list(zip((0.8, 0.2, 0.5), facts, strict=True)), 300, length_of)
     assert [fact.name for _, fact in body if fact] == ["Noah", "Ruth", "Ezra"]
     numbers = [int(number) for text, fact in body if not fact for number in re.findall(r"Verse (\d+)", text)]
-    assert len(numbers) > 10 and all((later - earlier) % len(VERSES) == 1 for earlier, later in zip(numbers, numbers[1:], strict=False))
+    assert len(numbers) > 10 and all((later - earlier) % len(VERSES) == 1 for earlier, later in itertools.pairwise(numbers))
 
 
 def test_names_to_be_judged_by_are_never_trained_on():

@@ -22,6 +22,7 @@ from qwenc.commands.progress import ScreenReporter
 from qwenc.commands.run import note_idle_sampling
 from qwenc.commands.screen import is_terminal, wants_color, write_out
 from qwenc.errors import QwencError, UsageError
+from qwenc.resources import EMBEDDED_NOTE
 from qwenc.text.files import read_text
 
 EPILOG = """
@@ -59,6 +60,8 @@ def batch(ctx: click.Context, **_values: Any) -> None:
         with interrupts, _input(values["source"]) as (source, name):
             _check_files(source, out, values)
             prefix = _prefix(values["prefix_file"], out)
+            if not common.model_given:
+                reporter.note(EMBEDDED_NOTE)
             note_idle_sampling(common.sampling, reporter)
             tally, engine = _answer(common, values, (source, name, out, prefix), interrupts, reporter)
         if not common.quiet:
