@@ -59,13 +59,12 @@ class Data:
     def length_of(self, text: str) -> int:
         return len(self.encode(text))
 
-    def batch(self, seed: int, step: int, length: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(self, seed: int, step: int, length: int, rows: int, shares: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         """ids int64 [rows, length + 1] and weights float32 [rows, length + 1]."""
         rng = random.Random(f"{seed} {step}")
         ids = torch.full((rows, length + 1), self.end)
         weights = torch.zeros(rows, length + 1)
         makers = (self.prose_row, self.chat_row, self.needle_row, self.list_row, self.copy_row)
-        shares = (24, 14, 38, 14, 10) if length < 2048 else (15, 5, 65, 15, 0)
         for row in range(rows):
             at = 0
             for text, weight in rng.choices(makers, shares)[0](rng, length):

@@ -33,23 +33,26 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 
-# (steps, ((tokens in a row, rows), …)): the lengths of a stage take turns.
+# Shares of prose, chats, facts to be found again, lists, copies.
+MIXED, FAR, PROSE = (24, 14, 38, 14, 10), (15, 5, 65, 15, 0), (45, 30, 17, 5, 3)
+# (steps, ((tokens in a row, rows, shares), …)): the batches of a stage take turns.
 STAGES = (
-    (200, ((256, 32),)),
-    (700, ((256, 16),)),
-    (300, ((256, 16), (1024, 4))),
-    (500, ((256, 16), (1024, 4), (4096, 1))),
+    (200, ((256, 32, MIXED),)),
+    (700, ((256, 16, MIXED),)),
+    (300, ((256, 16, MIXED), (1024, 4, MIXED))),
+    (111, ((256, 16, MIXED), (1024, 4, MIXED), (4096, 1, FAR))),
+    (600, ((256, 32, PROSE), (1024, 4, MIXED), (256, 32, PROSE), (4096, 1, FAR))),
 )
-WARMUP, COOLDOWN = 100, 350  # steps of rising and of falling learning rate
-ROUNDED_FROM = 250  # before the end: every other step then sees weights rounded to 4 bits, as `q4` and `dual` will
+WARMUP, COOLDOWN = 100, 600  # steps of rising and of falling learning rate
+ROUNDED_FROM = 300  # before the end: half of the steps then see weights rounded to 4 bits, as `q4` and `dual` will
 LEARNING_RATE = 4e-3
 
 
 # -- training
 
 
-def schedule() -> list[tuple[int, int]]:
-    """(tokens in a row, rows) of every step."""
+def schedule() -> list[tuple[int, int, tuple[int, ...]]]:
+    """(tokens in a row, rows, shares) of every step."""
     return [shapes[step % len(shapes)] for steps, shapes in STAGES for step in range(steps)]
 
 
@@ -95,13 +98,13 @@ def train(out: Path, data: Data, args: argparse.Namespace) -> tuple[Model, bool]
     stopping = []
     signal.signal(signal.SIGTERM, lambda *_: stopping.append(True))  # ends after the step, with a checkpoint
     while not stopping and step < min(len(shapes), args.stop_at or len(shapes)):
-        length, rows = shapes[step]
+        length, rows, shares = shapes[step]
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, len(shapes))
         rounded = len(shapes) - step <= ROUNDED_FROM and (step // 4) % 2 == 0
         with rounded_weights(model, rounded):
-            loss = compiled_loss(model, *data.batch(args.seed, step, length, rows))
+            loss = compiled_loss(model, *data.batch(args.seed, step, length, rows, shares))
             loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
