@@ -9,7 +9,7 @@ import numpy as np
 
 from qwenc.errors import QwencError
 from qwenc.generation import Generation, Step
-from qwenc.machine.free_memory import available_bytes
+from qwenc.machine.memory import available_bytes
 from qwenc.session import Session, step_together
 
 if TYPE_CHECKING:

@@ -152,7 +152,7 @@ def load(model, *, reporter, **settings):
     return FakeEngine(model, reporter, script, settings)
 
 
-def install(monkeypatch=None):
+def install(monkeypatch=None, load=load):
     module = types.ModuleType("qwenc.engine")
     module.load = load
     calls.clear()

@@ -16,6 +16,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import fake_engine
+
 from qwenc.settings import Settings
 from qwenc.timing import Timings, TokenTiming
 
@@ -159,17 +161,29 @@ def load(model, *, reporter, **settings):
 
 
 def install(monkeypatch=None):
-    module = types.ModuleType("qwenc.engine")
-    module.load = load
+    fake_engine.install(monkeypatch, load)
     calls.clear()
-    import qwenc
 
-    if monkeypatch is None:
-        sys.modules["qwenc.engine"] = module
-        qwenc.engine = module
-    else:
-        monkeypatch.setitem(sys.modules, "qwenc.engine", module)
-        monkeypatch.setattr(qwenc, "engine", module, raising=False)
+
+def command(monkeypatch, capfdbinary, tmp_path, *before):
+    """`call(*args, script=None)` runs the command `before` + args in this process, with this engine in place: (code, stdout, stderr's
+    lines)."""
+    from qwenc.commands.dispatch import run_command
+
+    install(monkeypatch)
+    for name in [name for name in os.environ if name.startswith(("QWENC_", "NO_COLOR", "FORCE_COLOR"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("QWENC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys.modules[__name__], "steps", 0)
+
+    def call(*args, script=None):
+        monkeypatch.setenv("FAKE_STUDY", json.dumps(script or {}))
+        calls.clear()
+        code = run_command([*before, *args])
+        out, err = capfdbinary.readouterr()
+        return code, out.decode(), err.decode().splitlines()
+
+    return call
 
 
 if __name__ == "__main__":

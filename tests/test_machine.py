@@ -324,7 +324,7 @@ def test_interrupts_at_any_moment_neither_hang_nor_split_a_team():
 
 
 def test_available_memory(tmp_path):
-    from qwenc.machine.free_memory import available_bytes
+    from qwenc.machine.memory import available_bytes
 
     (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable:      64 kB\n")
     assert available_bytes(tmp_path / "meminfo", tmp_path / "none") == 65536

@@ -6,18 +6,10 @@ from test_attention import KV_HEADS, LAYERS, as_stored, fill, poison, stage_of
 
 from qwenc.attention.attend import prepare_rows
 from qwenc.attention.cache import UNIT, new_cache, slot_of
+from qwenc.attention.chosen import attend_chosen, estimate_missed
 from qwenc.attention.rows import begin, new_rows
-from qwenc.attention.select import (
-    Sparse,
-    attend_chosen,
-    choose,
-    estimate_missed,
-    fold_unit,
-    look,
-    new_choice,
-    prepare_look,
-    scan_unit,
-)
+from qwenc.attention.scan import fold_unit, look, new_choice, prepare_look, scan_unit, unit_slot
+from qwenc.attention.select import Sparse, choose
 from qwenc.kernels.jit import allocating
 
 SCAN, SUMMARY, PROBE, ORACLE = range(4)
@@ -43,8 +35,9 @@ def measure(cache, q, units, mid, spread, tilt, scores):
     prepare_look(r, rows, c)
     look(cache.plane, c, rows, slot, step, units)
     for unit in range(units):
-        fold_unit(cache.plane, c, r, rows, slot, step, unit)
-        scan_unit(cache.plane, c, r, rows, slot, step, unit)
+        at = unit_slot(slot, step, unit)
+        fold_unit(cache.plane, c, r, rows, at, unit)
+        scan_unit(cache.plane, c, r, rows, at)
         for i in range(rows):
             mid[i, unit], spread[i, unit], tilt[i, unit] = c.mid[i, unit], c.spread[i, unit], c.tilt[i, unit]
             for key in range(UNIT):

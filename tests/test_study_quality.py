@@ -4,13 +4,11 @@ import csv
 import io
 import json
 import math
-import os
 
 import fake_study
 import numpy as np
 import pytest
 
-from qwenc.commands.dispatch import run_command
 from qwenc.study.divergence import diverge, log_probabilities
 from qwenc.study.needles import hide
 from qwenc.study.prose import long_text
@@ -19,20 +17,7 @@ from qwenc.study.recall import recall
 
 @pytest.fixture
 def cli(monkeypatch, capfdbinary, tmp_path):
-    fake_study.install(monkeypatch)
-    for name in [name for name in os.environ if name.startswith(("QWENC_", "NO_COLOR", "FORCE_COLOR"))]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("QWENC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(fake_study, "steps", 0)
-
-    def call(*args, script=None):
-        monkeypatch.setenv("FAKE_STUDY", json.dumps(script or {}))
-        fake_study.calls.clear()
-        code = run_command(["quality", "-m", "M", *args])
-        out, err = capfdbinary.readouterr()
-        return code, out.decode(), err.decode().splitlines()
-
-    return call
+    return fake_study.command(monkeypatch, capfdbinary, tmp_path, "quality", "-m", "M")
 
 
 def rows_by(out):

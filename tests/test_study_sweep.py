@@ -13,7 +13,6 @@ from pathlib import Path
 import fake_study
 import pytest
 
-from qwenc.commands.dispatch import run_command
 from qwenc.errors import UsageError
 from qwenc.study.arms import baseline, cross
 from qwenc.study.journal import Journal
@@ -26,20 +25,7 @@ CLEAN = {name: value for name, value in os.environ.items() if not name.startswit
 
 @pytest.fixture
 def cli(monkeypatch, capfdbinary, tmp_path):
-    fake_study.install(monkeypatch)
-    for name in [name for name in os.environ if name.startswith(("QWENC_", "NO_COLOR", "FORCE_COLOR"))]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("QWENC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(fake_study, "steps", 0)
-
-    def call(*args, script=None):
-        monkeypatch.setenv("FAKE_STUDY", json.dumps(script or {}))
-        fake_study.calls.clear()
-        code = run_command(list(args))
-        out, err = capfdbinary.readouterr()
-        return code, out.decode(), err.decode().splitlines()
-
-    return call
+    return fake_study.command(monkeypatch, capfdbinary, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def attend_unit(keys, slot, k, v, r, rows, tiles):
     home_0, home_1 = r.at[0], r.at[1]
     r.at[0], r.at[1] = slot, slot + 16
     r.at[2] = r.at[3] = slot
-    score_int8(keys, v, r, rows, 0, tiles, False)
+    score_int8(keys, v, r, rows, 0, tiles)
     r.at[0], r.at[1] = home_0, home_1
     r.at[2] = r.at[3] = home_0
     finish_segment(k, v, r, rows, 0, tiles)
@@ -122,7 +122,7 @@ def _score_tiles(k, v, r, rows, start, tiles):
         return lambda k, v, r, rows, start, tiles: score_float(k, r, rows, start, tiles)
     if is_record(k, Q4K):
         return lambda k, v, r, rows, start, tiles: score_q4(k, v, r, rows, start, tiles)
-    return lambda k, v, r, rows, start, tiles: score_int8(k, v, r, rows, start, tiles, True)
+    return lambda k, v, r, rows, start, tiles: score_int8(k, v, r, rows, start, tiles)
 
 
 @inlined
@@ -138,15 +138,16 @@ def score_float(k, r, rows, start, tiles):
                 r.s[row, 16 * i + key] = simd.lane_sum(product)
 
 
-def score_int8(k, v, r, rows, start, tiles, ahead):
+def score_int8(k, v, r, rows, start, tiles):
+    """The same for keys of 8 bits."""
     raise NotImplementedError("runs in compiled code only")
 
 
 @by_type(score_int8, inline=True)
-def _score_int8(k, v, r, rows, start, tiles, ahead):
+def _score_int8(k, v, r, rows, start, tiles):
     k_1, k_2, k_4, k_8 = (i4_1, i4_2, i4_4, i4_8) if is_record(v, Q4V) else (i8_1, i8_2, i8_4, i8_8)
 
-    def run(k, v, r, rows, start, tiles, ahead):
+    def run(k, v, r, rows, start, tiles):
         head_dim = r.q.shape[1]
         strips = head_dim // 16
         first = 0

@@ -136,10 +136,15 @@ def cache_arrays(cache: KVCache) -> dict[str, np.ndarray]:
     return arrays
 
 
+def is_paged(name: str) -> bool:
+    """Whether an array of cache_arrays has an entry per page; keys of 4 bits that wait for their codes have none."""
+    return not name.startswith("k.tail")
+
+
 def bytes_per_token(kv: str, layers: int, kv_heads: int, head_dim: int, *, sparse: bool = False) -> int:
     """What one token takes in the cache, rounded up."""
     arrays = cache_arrays(new_cache(kv, PAGE, layers, kv_heads, head_dim, sparse=sparse))
-    return -(-sum(array.nbytes for name, array in arrays.items() if not name.startswith("k.tail")) // PAGE)
+    return -(-sum(array.nbytes for name, array in arrays.items() if is_paged(name)) // PAGE)
 
 
 @inlined

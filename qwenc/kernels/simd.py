@@ -265,32 +265,6 @@ def store_bytes(typingctx, array, index, vector):
 
 
 @intrinsic
-def load_bytes(typingctx, array, index):
-    """16 int8 numbers as floats."""
-
-    def codegen(context, builder, sig, values):
-        bytes_type = ir.VectorType(I8, LANES)
-        pointer = builder.bitcast(pointer_to(context, builder, sig.args[0], *values), bytes_type.as_pointer())
-        return builder.sitofp(builder.sext(builder.load(pointer, align=1), I32X16), F32X16)
-
-    return f32x16(array, types.intp), codegen
-
-
-@intrinsic
-def load_nibbles(typingctx, array, index, upper):
-    """The lower (or, with upper = 1, the upper) halves of 16 bytes as floats."""
-
-    def codegen(context, builder, sig, values):
-        bytes_type = ir.VectorType(I8, LANES)
-        pointer = builder.bitcast(pointer_to(context, builder, sig.args[0], values[0], values[1]), bytes_type.as_pointer())
-        words = builder.zext(builder.load(pointer, align=1), I32X16)
-        shift = _splat(builder, builder.shl(builder.trunc(values[2], I32), I32(2)), I32X16)
-        return builder.sitofp(builder.and_(builder.lshr(words, shift), _constant(15, I32X16)), F32X16)
-
-    return f32x16(array, types.intp, types.intp), codegen
-
-
-@intrinsic
 def store_half(typingctx, array, index, vector):
     """Write 16 floats in half precision at `index` of a uint16 array, rounded to nearest even; beyond its range becomes infinite."""
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from qwenc.attention.cache import PAGE, UNIT, KVCache, cache_arrays
+from qwenc.attention.cache import PAGE, UNIT, KVCache, cache_arrays, is_paged
 
 
 def pages_of(tokens: int) -> int:
@@ -22,11 +22,6 @@ def pages_of(tokens: int) -> int:
 def used_arrays(cache: KVCache, tokens: int) -> dict[str, np.ndarray]:
     """Views of what the first `tokens` tokens take up of each array, by name."""
     return {name: array[: pages_of(tokens)] if is_paged(name) else array for name, array in cache_arrays(cache).items()}
-
-
-def is_paged(name: str) -> bool:
-    """Whether an array of cache_arrays has an entry per page."""
-    return not name.startswith("k.tail")
 
 
 def grain_of(cache: KVCache, sparse_batch: int | None) -> int:

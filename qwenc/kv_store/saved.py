@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from qwenc.attention.cache import KVCache, cache_arrays
+from qwenc.attention.cache import KVCache, cache_arrays, is_paged
 from qwenc.checkpoint.layout import TensorSpec
 from qwenc.checkpoint.packed_writer import PackedWriter
 from qwenc.checkpoint.safetensors_file import SafetensorsFile
 from qwenc.errors import QwencError
-from qwenc.kv_store.arrays import is_paged, pages_of, pieces, used_arrays
+from qwenc.kv_store.arrays import pages_of, pieces, used_arrays
 
 FORMAT, VERSION = "qwenc-kv", "1"
 WORKERS = min(4, os.cpu_count() or 1)  # reading and checking both leave Python

@@ -22,6 +22,16 @@ def available_memory(meminfo: Path = Path("/proc/meminfo"), cgroups: Path = Path
     return min(found)
 
 
+def available_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """What the system has to give without swapping, and no more than what the control group leaves beside what it uses, pages of files
+    among that; None where neither tells."""
+    found = [kilobytes * 1024 for kilobytes in _numbers(meminfo, "MemAvailable:")]
+    limit, used = (_numbers(cgroup / name, "") for name in ("memory.max", "memory.current"))  # "max" is no number: no limit
+    if limit and used:
+        found.append(limit[0] - used[0])
+    return max(0, min(found)) if found else None
+
+
 def _numbers(path: Path, label: str) -> list[int]:
     """The number behind `label` on each line that begins with it."""
     try:

@@ -7,9 +7,11 @@ import numpy as np
 
 from qwenc.attention.attend import attend_span, prepare_rows
 from qwenc.attention.cache import UNIT, slot_of
+from qwenc.attention.chosen import attend_chosen
 from qwenc.attention.probe import choose_probed
 from qwenc.attention.rows import begin, new_rows
-from qwenc.attention.select import PROBE, attend_chosen, choose, is_sparse, new_choice
+from qwenc.attention.scan import new_choice
+from qwenc.attention.select import PROBE, choose, is_sparse
 from qwenc.attention.store import finish_unit, load_stage, save_stage, write_key, write_value
 from qwenc.kernels.jit import by_type, helper
 from qwenc.kernels.pointwise import rms_norm, rotate, scale_into
@@ -131,7 +133,8 @@ def attend_some(team, phase, shape, cache, sparse, b, rows, sampled, choice, lay
             step = (end - first + SAMPLES - 1) // SAMPLES
             used = load_rows(shape, cache, b, sampled, head, 0, 0, first, end, step, position)
             own, group = first // UNIT * UNIT, shape.heads // shape.kv_heads
-            choose(cache, b.stage, 0, sparse, choice, sampled, used, group, shape.layers, shape.kv_heads, 0, layer, head, own, end)
+            slot = stage_slot_of(b, head, own // UNIT - position // UNIT)
+            choose(cache, b.stage, slot, sparse, choice, sampled, used, group, shape.layers, shape.kv_heads, 0, layer, head, own, end)
             attend_tile(shape, cache, sparse, b, rows, choice, layer, head, 0, group, first, end, position)
         item = claim(team, phase)
     barrier(team)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from qwenc.attention.cache import PAGE, KVCache, cache_arrays, new_cache
+from qwenc.attention.cache import PAGE, KVCache, cache_arrays, is_paged, new_cache
 from qwenc.attention.select import PROBE
 from qwenc.checkpoint.packed import Packed
 from qwenc.config.rope import rope_inv_freq, rope_tables
@@ -162,7 +162,7 @@ class Sequence:
     def kv_bytes(self) -> int:
         """Bytes of the tokens in the cache, rounded up."""
         arrays = cache_arrays(self.cache).items()
-        return -(-sum(array[0].nbytes for name, array in arrays if not name.startswith("k.tail")) * self.length // PAGE)
+        return -(-sum(array[0].nbytes for name, array in arrays if is_paged(name)) * self.length // PAGE)
 
     def compile(self, reporter: Reporter) -> None:
         """Compile both steps, or load them from the cache."""
@@ -204,7 +204,7 @@ class Sequence:
 
 def _page(name: str, page: int) -> int:
     """Where array `name` of a cache has what it holds of a page: what is not full yet lies outside the pages."""
-    return 0 if name.startswith("k.tail") else page
+    return page if is_paged(name) else 0
 
 
 def _kind(cache: KVCache) -> list[tuple]:
