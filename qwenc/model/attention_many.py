@@ -67,7 +67,7 @@ def store_tokens(team, phase, w, shape, cache, b, rows, layer, tokens, position,
     units = (position + tokens - 1) // UNIT - first_unit + 1
     item = claim(team, phase)
     while item < units * shape.kv_heads:
-        head, unit = item // units, first_unit + item % units
+        head, unit = item // units, first_unit + units - 1 - item % units  # in an order that shows what wrongly depends on it
         stage_slot = stage_slot_of(b, head, unit - first_unit)
         tail_slot = (layer * shape.kv_heads + head) * UNIT
         first, end = max(position, unit * UNIT), min(position + tokens, (unit + 1) * UNIT)
@@ -83,10 +83,13 @@ def store_tokens(team, phase, w, shape, cache, b, rows, layer, tokens, position,
             write_value(cache.v, slot + t % UNIT, b.qkv, v_at, shape.head_room, rows)
         if end == (unit + 1) * UNIT:
             finish_unit(cache.k, cache.plane, slot, b.stage, stage_slot, shape.head_room, rows)
-        else:
-            save_stage(cache.k, b.stage, stage_slot, tail_slot, shape.head_room)
         item = claim(team, phase)
     barrier(team)
+    # only now has the first unit been fetched from where the last one is kept
+    if (position + tokens) % UNIT > 0:
+        for head in range(team.rank, shape.kv_heads, team.threads):
+            stage_slot = stage_slot_of(b, head, units - 1)
+            save_stage(cache.k, b.stage, stage_slot, (layer * shape.kv_heads + head) * UNIT, shape.head_room)
 
 
 @helper
