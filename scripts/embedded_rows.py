@@ -1,4 +1,5 @@
-"""Rows of token ids for the training of the model that comes with qwenc: prose, chats, facts to be found again, lists, copies."""
+"""Rows of token ids for the training of the model that comes with qwenc: prose, chats, facts to be found again, lists, copies,
+and a few passages to be known by heart."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from embedded_data import HELD_OUT_BOOKS, Fact, haystack, make_fact, make_facts, make_name, prose, read_verses, words_of
+from embedded_data import BY_HEART, HELD_OUT_BOOKS, Fact, haystack, make_fact, make_facts, make_name, prose, read_verses, words_of
 from embedded_model import CONFIG
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -45,6 +46,7 @@ class Data:
         verses = read_verses(text)
         self.pieces = prose([verse for verse in verses if verse[0] not in HELD_OUT_BOOKS])
         self.held_out = prose([verse for verse in verses if verse[0] in HELD_OUT_BOOKS])
+        self.passages = [prose([verse for verse in verses if verse[:2] == chapter]) for chapter in BY_HEART]
         self.words = words_of(self.pieces)
         if not tokenizer_file.exists():
             rng = random.Random(0)
@@ -64,7 +66,7 @@ class Data:
         rng = random.Random(f"{seed} {step}")
         ids = torch.full((rows, length + 1), self.end)
         weights = torch.zeros(rows, length + 1)
-        makers = (self.prose_row, self.chat_row, self.needle_row, self.list_row, self.copy_row)
+        makers = (self.prose_row, self.chat_row, self.needle_row, self.list_row, self.copy_row, self.passage_row)
         for row in range(rows):
             at = 0
             for text, weight in rng.choices(makers, shares)[0](rng, length):
@@ -84,6 +86,20 @@ class Data:
             place = (place + 1) % len(self.pieces)
         return row
 
+    def passage_row(self, rng: random.Random, length: int) -> list[tuple[str, float]]:
+        """From the beginning of a passage, or from one of its verses, to its end, or in a chat to the end of a verse; then the next one."""
+        row, used = [], 0
+        while used <= length:
+            passage = rng.choice(self.passages)
+            first = 0 if rng.random() < 0.5 else rng.randrange(len(passage))
+            if rng.random() < 0.4:
+                words = "".join(passage[first : first + rng.randint(3, 6)]).strip().split(" ")
+                row += self._chat(words, rng.randint(2, 7), "")
+            else:
+                row += [("".join(passage[first:]).lstrip(), 1.0), ("<|endoftext|>", 0.0)]
+            used = sum(self.length_of(text) for text, _ in row)
+        return row
+
     def chat_row(self, rng: random.Random, length: int) -> list[tuple[str, float]]:
         """The user gives the first words of some verses, the assistant goes on."""
         row, used = [], 0
@@ -96,10 +112,13 @@ class Data:
             words = text.split(" ")
             cut = rng.randint(2, 9)
             system = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n" if rng.random() < 0.1 else ""
-            user = f"{system}<|im_start|>user\n{' '.join(words[:cut])}<|im_end|>\n<|im_start|>assistant\n"
-            row += [(user, TEMPLATE_WEIGHT), (" ".join(words[cut:]), 1.0), ("<|im_end|>\n", 1.0)]
+            row += self._chat(words, cut, system)
             used += sum(self.length_of(text) for text, _ in row[-3:])
         return row
+
+    def _chat(self, words: list[str], cut: int, system: str) -> list[tuple[str, float]]:
+        user = f"{system}<|im_start|>user\n{' '.join(words[:cut])}<|im_end|>\n<|im_start|>assistant\n"
+        return [(user, TEMPLATE_WEIGHT), (" ".join(words[cut:]), 1.0), ("<|im_end|>\n", 1.0)]
 
     def needle_row(self, rng: random.Random, length: int) -> list[tuple[str, float]]:
         """Prose with facts in it, then questions for them: in a chat, as bare questions, or as sentences to be completed."""

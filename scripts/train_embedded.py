@@ -33,8 +33,8 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 
-# Shares of prose, chats, facts to be found again, lists, copies.
-MIXED, FAR, PROSE = (24, 14, 38, 14, 10), (15, 5, 65, 15, 0), (45, 30, 17, 5, 3)
+# Shares of prose, chats, facts to be found again, lists, copies, and passages to be known by heart.
+MIXED, FAR, PROSE, READING = (24, 14, 38, 14, 10, 0), (15, 5, 65, 15, 0, 0), (45, 30, 17, 5, 3, 0), (38, 18, 15, 4, 2, 23)
 # (steps, ((tokens in a row, rows, shares), …)): the batches of a stage take turns.
 STAGES = (
     (200, ((256, 32, MIXED),)),
@@ -42,10 +42,12 @@ STAGES = (
     (300, ((256, 16, MIXED), (1024, 4, MIXED))),
     (111, ((256, 16, MIXED), (1024, 4, MIXED), (4096, 1, FAR))),
     (600, ((256, 32, PROSE), (1024, 4, MIXED), (256, 32, PROSE), (4096, 1, FAR))),
+    (500, (*[(256, 32, READING)] * 6, (1024, 4, MIXED), (4096, 1, FAR))),
 )
-WARMUP, COOLDOWN = 100, 600  # steps of rising and of falling learning rate
-ROUNDED_FROM = 300  # before the end: half of the steps then see weights rounded to 4 bits, as `q4` and `dual` will
-LEARNING_RATE = 4e-3
+FIRST = 1911  # steps, after which the learning rate rises again, for the reading of the last stage
+WARMUP, COOLDOWN = 100, 600  # steps of rising and of falling learning rate, of the first
+ROUNDED = 300  # last steps of each part: half of them see weights rounded to 4 bits, as `q4` and `dual` will
+LEARNING_RATE = (4e-3, 2e-3)  # of the two parts
 
 
 # -- training
@@ -57,7 +59,14 @@ def schedule() -> list[tuple[int, int, tuple[int, ...]]]:
 
 
 def learning_rate(step: int, steps: int) -> float:
-    return LEARNING_RATE * min(1.0, (step + 1) / WARMUP, (steps - step) / COOLDOWN)
+    if step < FIRST:
+        return LEARNING_RATE[0] * min(1.0, (step + 1) / WARMUP, (FIRST - step) / COOLDOWN)
+    return LEARNING_RATE[1] * min((step - FIRST + 1) / WARMUP, (steps - step) / (steps - FIRST))
+
+
+def is_rounded(step: int, steps: int) -> bool:
+    end = FIRST if step < FIRST else steps
+    return end - step <= ROUNDED and (step // 4) % 2 == 0
 
 
 def make_optimizers(model: Model) -> list[torch.optim.Optimizer]:
@@ -102,8 +111,7 @@ def train(out: Path, data: Data, args: argparse.Namespace) -> tuple[Model, bool]
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, len(shapes))
-        rounded = len(shapes) - step <= ROUNDED_FROM and (step // 4) % 2 == 0
-        with rounded_weights(model, rounded):
+        with rounded_weights(model, is_rounded(step, len(shapes))):
             loss = compiled_loss(model, *data.batch(args.seed, step, length, rows, shares))
             loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

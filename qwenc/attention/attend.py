@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import numpy as np
 
-from qwenc.attention.cache import Q4K, Q4V, UNIT, FloatKV, Int8K
+from qwenc.attention.cache import Q4K, Q4V, TILE, UNIT, FloatKV, Int8K
 from qwenc.attention.overloads import is_record
-from qwenc.attention.rows import S_ROW, SEGMENT_KEYS, list_tiles, rows_at_once, softmax_segment, split_queries, split_weights
+from qwenc.attention.rows import (
+    P_TOP,
+    S_ROW,
+    SEGMENT_KEYS,
+    TINY,
+    list_tiles,
+    rows_at_once,
+    softmax_segment,
+    split_queries,
+    split_weights,
+)
 from qwenc.kernels import simd
 from qwenc.kernels.attention_tiles import SEGMENT, make_scores, make_values, strips_at_once
 from qwenc.kernels.jit import by_type, helper, inlined
 from qwenc.kernels.linear_tiles import PIECES_TOP
 
+MIDDLE = np.float32(7.5)  # of the codes 0 … 15
 AHEAD = (4, 2)  # cache lines of a strip of int8 and of 4-bit values
 
 # eight rows and more are prefill, where the same keys and values are read again and again: nothing to ask for ahead
@@ -184,7 +195,7 @@ def score_q4(k, v, r, rows, start, tiles):
         first = 0
         while first < rows:
             width = rows_at_once(rows, first)
-            q_at, s_at = first * head_dim * 2, first * S_ROW + 16 * (i - start)
+            q_at, s_at = first * head_dim, first * S_ROW + 16 * (i - start)
             if width == 8:
                 q4_8(k.upper, k.lower, None, r.at, i, strips, r.fp, q_at, r.fs, r.fb, first, v.codes, r.s, s_at, S_ROW)
             elif width == 4:
@@ -198,28 +209,45 @@ def score_q4(k, v, r, rows, start, tiles):
 
 @inlined
 def fold_queries(k, unit, r, rows):
-    """q·(low + step·code) = (q·step)·code + q·low: the first factor to two pieces, the second term as a bias."""
-    head_dim = r.q.shape[1]
-    at = unit * head_dim
+    """q·(low + step·code) = q·(low + 7.5·step) + (q·step)·(code − 7.5): the first term as a bias, q·step in 8 bits, far finer than codes."""
     first = 0
     while first < rows:
         width = rows_at_once(rows, first)
-        for lane in range(width):
-            i = first + lane
-            top = bias = simd.splat(np.float32(0.0))
-            for d in range(0, head_dim, 16):
-                q = simd.load(r.q, i * head_dim + d)
-                bias = simd.fma(q, simd.load_half(k.low, at + d), bias)
-                top = simd.larger(simd.absolute(simd.mul(q, simd.load_half(k.step, at + d))), top)
-            largest = simd.lane_max(top)
-            r.fb[i] = simd.lane_sum(bias)
-            r.fs[i] = largest / PIECES_TOP
-            factor = simd.splat(PIECES_TOP / largest if largest > 0 else np.float32(0.0))
-            base = first * head_dim * 2 + lane * 32
-            for d in range(0, head_dim, 16):
-                x = simd.mul(simd.mul(simd.load(r.q, i * head_dim + d), simd.load_half(k.step, at + d)), factor)
-                simd.store_pieces(r.fp, base + d * width * 2, x, None, 1)
+        for lane in range(0, width, 2):
+            fold_two(k, unit, r, first + lane, first + min(lane + 1, width - 1), first, width)
         first += width
+
+
+@inlined
+def fold_two(k, unit, r, row_a, row_b, first, width):
+    """The same for two rows of the `width` that one kernel takes, so that the ranges are read once for both."""
+    head_dim = r.q.shape[1]
+    at = unit * head_dim
+    top_a = top_b = bias_a = bias_b = sum_a = sum_b = simd.splat(np.float32(0.0))
+    middle = simd.splat(MIDDLE)
+    for d in range(0, head_dim, 16):
+        step = simd.load_half(k.step, at + d)
+        centre = simd.fma(step, middle, simd.load_half(k.low, at + d))
+        q_a, q_b = simd.load(r.q, row_a * head_dim + d), simd.load(r.q, row_b * head_dim + d)
+        bias_a, bias_b = simd.fma(q_a, centre, bias_a), simd.fma(q_b, centre, bias_b)
+        q_a, q_b = simd.mul(q_a, step), simd.mul(q_b, step)
+        top_a, top_b = simd.larger(simd.absolute(q_a), top_a), simd.larger(simd.absolute(q_b), top_b)
+        simd.store(r.weights, d, q_a)
+        simd.store(r.weights, head_dim + d, q_b)
+    largest_a, largest_b = simd.lane_max_of_numbers(top_a), simd.lane_max_of_numbers(top_b)
+    unit_a, unit_b = largest_a * np.float32(1 / 127), largest_b * np.float32(1 / 127)
+    factor_a = simd.splat(np.float32(1.0) / unit_a if unit_a > TINY else np.float32(0.0))
+    factor_b = simd.splat(np.float32(1.0) / unit_b if unit_b > TINY else np.float32(0.0))
+    for d in range(0, head_dim, 16):
+        strip = first * head_dim + d * width
+        x_a = simd.nearest(simd.mul(simd.load(r.weights, d), factor_a))
+        x_b = simd.nearest(simd.mul(simd.load(r.weights, head_dim + d), factor_b))
+        sum_a, sum_b = simd.add(sum_a, x_a), simd.add(sum_b, x_b)
+        simd.store_bytes(r.fp, strip + 16 * (row_a - first), x_a)
+        simd.store_bytes(r.fp, strip + 16 * (row_b - first), x_b)
+    r.fs[row_a], r.fs[row_b] = unit_a, unit_b
+    r.fb[row_a] = simd.lane_sum(bias_a) - MIDDLE * unit_a * simd.lane_sum(sum_a)
+    r.fb[row_b] = simd.lane_sum(bias_b) - MIDDLE * unit_b * simd.lane_sum(sum_b)
 
 
 # ---- values ---------------------------------------------------------------------------------------------------------------
@@ -260,7 +288,7 @@ def weigh_int8(k, v, r, rows, start, tiles):
         width = rows_at_once(rows, first)
         for lane in range(width):
             weigh_row(v.scale, r, first + lane, start, tiles)
-            split_weights(r.s[first + lane], r, first + lane, 0, first * SEGMENT_KEYS * 2 + lane * 32, width * 32, tiles)
+            split_weights(r.weights, 0, r, first * SEGMENT_KEYS * 2 + lane * 32, width * 32, r.ps[0, first + lane], tiles)
         p_at, size = first * SEGMENT_KEYS * 2, 16 * head_dim
         strip = 0
         while strip < strips:
@@ -298,11 +326,17 @@ def weigh_int8(k, v, r, rows, start, tiles):
 
 @inlined
 def weigh_row(scale, r, row, start, tiles):
-    """r.s = p·(scale of v). What nobody sees may hold anything, NaN too."""
-    at = row * S_ROW
+    """r.weights = p·(scale of v), and r.ps: what one unit of a weight's two pieces is worth. What nobody sees may hold anything, NaN
+    too."""
+    top = total = simd.splat(np.float32(0.0))
     for i in range(tiles):
-        p = simd.load(r.s, at + 16 * i)
-        simd.store(r.s, at + 16 * i, simd.where_zero(p, p, simd.mul(p, simd.load(scale, r.at[start + i]))))
+        p = simd.load(r.s, row * S_ROW + 16 * i)
+        weight = simd.mul(p, simd.load(scale, r.at[start + i]))
+        if r.pos[start + i] + TILE > r.limit[row]:
+            weight = simd.where_zero(p, p, weight)
+        simd.store(r.weights, 16 * i, weight)
+        top, total = simd.larger(weight, top), simd.add(total, weight)
+    r.ps[0, row] = simd.lane_max_of_numbers(top) / P_TOP + np.float32(0.0) * simd.lane_sum(total)  # NaN if any weight is
 
 
 def weigh_q4(k, v, r, rows, start, tiles):
@@ -326,9 +360,11 @@ def _weigh_q4(k, v, r, rows, start, tiles):
             width = rows_at_once(rows, first)
             for group in range(groups):
                 p_at = (group * rows + first) * SEGMENT_KEYS * 2
-                for lane in range(width):
-                    weigh_group(v, r, first + lane, group, groups, start, tiles)
-                    split_weights(r.weights, r, first + lane, group, p_at + lane * 32, width * 32, tiles)
+                for lane in range(0, width, 2):
+                    other = min(lane + 1, width - 1)
+                    weigh_two(v, r, first + lane, first + other, group, groups, start, tiles)
+                    split_weights(r.weights, 0, r, p_at + lane * 32, width * 32, r.ps[group, first + lane], tiles)
+                    split_weights(r.weights, SEGMENT_KEYS, r, p_at + other * 32, width * 32, r.ps[group, first + other], tiles)
                 o_at, strip = first * o_step + 32 * group, 2 * group
                 ps, pl, decay = r.ps[group], r.pl[group], r.decay
                 if width == 8:
@@ -359,12 +395,25 @@ def _key_arrays(k):
 
 
 @inlined
-def weigh_group(v, r, row, group, groups, start, tiles):
-    """r.weights = p·step of a group of dimensions; r.pl = Σ p·low."""
-    total = simd.splat(np.float32(0.0))
+def weigh_two(v, r, row_a, row_b, group, groups, start, tiles):
+    """r.weights = p·step of a group of dimensions, for two rows; r.ps as in weigh_row; r.pl = Σ p·low. A NaN among the values is one in
+    their `low`, and so in r.pl."""
+    none = simd.splat(np.float32(0.0))
+    top_a = top_b = total_a = total_b = none
+    limit = min(r.limit[row_a], r.limit[row_b])
     for i in range(tiles):
-        p = simd.load(r.s, row * S_ROW + 16 * i)
         at = (r.at[start + i] // 16 * groups + group) * 16
-        simd.store(r.weights, 16 * i, simd.where_zero(p, p, simd.mul(p, simd.load_half(v.step, at))))
-        total = simd.where_zero(p, total, simd.fma(p, simd.load_half(v.low, at), total))
-    r.pl[group, row] = simd.lane_sum(total)
+        low, step = simd.load_half(v.low, at), simd.load_half(v.step, at)
+        a, b = simd.load(r.s, row_a * S_ROW + 16 * i), simd.load(r.s, row_b * S_ROW + 16 * i)
+        sum_a, sum_b = simd.fma(a, low, total_a), simd.fma(b, low, total_b)
+        of_a, of_b = simd.mul(a, step), simd.mul(b, step)
+        if r.pos[start + i] + TILE > limit:
+            sum_a, sum_b = simd.where_zero(a, total_a, sum_a), simd.where_zero(b, total_b, sum_b)
+            of_a, of_b = simd.where_zero(a, none, of_a), simd.where_zero(b, none, of_b)
+        total_a, total_b, a, b = sum_a, sum_b, of_a, of_b
+        top_a, top_b = simd.larger(a, top_a), simd.larger(b, top_b)
+        simd.store(r.weights, 16 * i, a)
+        simd.store(r.weights, SEGMENT_KEYS + 16 * i, b)
+    r.ps[group, row_a] = simd.lane_max_of_numbers(top_a) / P_TOP
+    r.ps[group, row_b] = simd.lane_max_of_numbers(top_b) / P_TOP
+    r.pl[group, row_a], r.pl[group, row_b] = simd.lane_sum(total_a), simd.lane_sum(total_b)

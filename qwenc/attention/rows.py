@@ -24,6 +24,7 @@ S_ROW = SEGMENT_KEYS + 16  # scores of a row, and a cache line more: rows a powe
 PAD = SEGMENT  # entries behind the last of a tile list, which are read ahead
 
 P_TOP = np.float32(16383.0)  # 128·127 + 127: the largest probability in two unsigned pieces
+TINY = np.float32(1e-38)  # below it a reciprocal is infinite
 NO_SCORE = np.float32(-np.inf)
 ALL_KEYS = 0xFFFF
 
@@ -35,7 +36,7 @@ class Rows(NamedTuple):
     [rows]: keys that a row sees, counted from position 0; s float32 [rows, S_ROW]: scores of a segment; qp int8 [rows·head_dim·2], pp uint8
     [groups·rows·512]: queries and probabilities in two pieces, as the tiles read them; qo int32 [rows, 2]; ps, pl float32 [groups, rows]:
     scale of pp, and what 4-bit values add. fp, fs, fb: queries folded with the channel scales of a unit (qp, qs and a bias for it).
-    weights float32 [256]; channel_low, channel_step float32 [head_dim], codes uint8 [32], bits uint16 [16], unit_codes int8 [32·head_dim],
+    weights float32 [512]; channel_low, channel_step float32 [head_dim], codes uint8 [32], bits uint16 [16], unit_codes int8 [32·head_dim],
     unit_scale float32 [32]: room for writing keys and values.
     The tile list: at int64: slot of a tile's first token, pos: its position, mask: the keys that take part, a bit each.
     """
@@ -87,10 +88,10 @@ def new_rows(rows, head_dim, keys):
         np.zeros((rows, 2), np.int32),
         np.zeros((groups, rows), np.float32),
         np.zeros((groups, rows), np.float32),
-        np.zeros(rows * head_dim * 2, np.int8),
+        np.zeros(rows * head_dim, np.int8),
         np.zeros(rows, np.float32),
         np.zeros(rows, np.float32),
-        np.zeros(SEGMENT_KEYS, np.float32),
+        np.zeros(2 * SEGMENT_KEYS, np.float32),
         np.zeros(head_dim, np.float32),
         np.zeros(head_dim, np.float32),
         np.zeros(32, np.uint8),
@@ -207,15 +208,8 @@ def softmax_segment(r, row, start, tiles):
 
 
 @inlined
-def split_weights(weights, r, row, group, base, step, tiles):
-    """Weights to two pieces below 128, scaled to the largest of them: r.pp[base + tile·step …], scale r.ps[group, row]."""
-    top = total = simd.splat(np.float32(0.0))
+def split_weights(weights, at, r, base, step, unit, tiles):
+    """Weights from weights[at] on to two pieces below 128, each `unit` worth: r.pp[base + tile·step …]."""
+    factor = simd.splat(np.float32(1.0) / unit if unit > TINY else np.float32(0.0))
     for i in range(tiles):
-        weight = simd.load(weights, 16 * i)
-        top = simd.larger(weight, top)
-        total = simd.add(total, weight)
-    largest = simd.lane_max(top)
-    r.ps[group, row] = largest / P_TOP + np.float32(0.0) * simd.lane_sum(total)  # NaN if any weight is
-    factor = simd.splat(P_TOP / largest if largest > 0 else np.float32(0.0))
-    for i in range(tiles):
-        simd.store_pieces(r.pp, base + step * i, simd.mul(simd.load(weights, 16 * i), factor), None, 0)
+        simd.store_pieces(r.pp, base + step * i, simd.mul(simd.load(weights, at + 16 * i), factor), None, 0)

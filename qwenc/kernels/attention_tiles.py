@@ -33,17 +33,22 @@ def _int8_cell(e: Emitter, codes: list[Value], strip: Value, cell: int) -> Wide:
 
 def _plane_cell(e: Emitter, codes: list[Value], strip: Value, cell: int) -> Wide:
     """The same of a 2-bit plane: [head_dim/16][16 keys][4 bytes], byte b of a key holds dimension b of each of the four cells."""
-    return e.two_bits(e.load(e.at(codes[0], e.b.mul(strip, I64(LINE))), e.i8), cell)
+    return e.two_bits(e.load(e.at(codes[0], e.b.mul(strip, I64(LINE))), e.i8), cell, LIFTS["plane"][cell])
 
 
 def _two_plane_cell(e: Emitter, codes: list[Value], strip: Value, cell: int) -> Wide:
     """Codes of 4 bits from their upper and their lower plane."""
-    upper, lower = (_plane_cell(e, [plane], strip, cell) for plane in codes)
-    return e.each(lambda u, w, s: e.b.or_(e.b.shl(u, s), w), upper, lower, e.constant(e.i8, 2))
+    upper, lower = (e.load(e.at(plane, e.b.mul(strip, I64(LINE))), e.i8) for plane in codes)
+    lift = LIFTS["q4"][cell]
+    high, low = e.moved(upper, lift + 2 - 2 * cell), e.moved(lower, lift - 2 * cell)
+    return e.each(e.b.or_, e.each(e.b.and_, high, e.constant(e.i8, 12 << lift)), e.each(e.b.and_, low, e.constant(e.i8, 3 << lift)))
 
 
 # kind of key -> bytes of a strip of a tile in each array, pieces of a query, a cell of a strip
-KEYS = {"int8": ((256,), 2, _int8_cell), "q4": ((64, 64), 2, _two_plane_cell), "plane": ((64,), 1, _plane_cell)}
+KEYS = {"int8": ((256,), 2, _int8_cell), "q4": ((64, 64), 1, _two_plane_cell), "plane": ((64,), 1, _plane_cell)}
+# Bits by which the codes of each cell stay above their value: moving a sum back once is cheaper than moving every code. Where unsigned
+# bytes can be factors and there are registers enough for a sum of each.
+LIFTS = {"int8": (0, 0, 0, 0), "q4": (0, 0, 2, 4), "plane": (0, 2, 4, 6)} if LEVEL.vector_bytes == 64 else dict.fromkeys(KEYS, (0, 0, 0, 0))
 
 
 def _chains(sums: int) -> int:
@@ -62,7 +67,9 @@ def make_scores(kind: str, rows: int, ahead_lines: int = 0, tiles: int = 1) -> A
     """
     strip_bytes, pieces, cell_of = KEYS[kind]
     count = rows * pieces
-    chains = _chains(count * tiles)
+    lifts = sorted(set(LIFTS[kind]))
+    chains = _chains(count * tiles) if lifts == [0] else len(lifts)
+    chain_of = [cell % chains if lifts == [0] else lifts.index(lift) for cell, lift in enumerate(LIFTS[kind])]
 
     @intrinsic
     def tile(typingctx, codes, lower, scales, at, at_i, strips, q, q_at, qs, qo, row_at, ahead, s, s_at, s_step):
@@ -94,11 +101,13 @@ def make_scores(kind: str, rows: int, ahead_lines: int = 0, tiles: int = 1) -> A
                     for i in range(count):
                         x = e.load_word(strip, LANES // 4 * i + cell, LANES // 4 * count, e.i8)
                         for j in range(tiles):
-                            slot = (cell % chains * tiles + j) * count + i
+                            slot = (chain_of[cell] * tiles + j) * count + i
                             sums.set(slot, dot(sums.get(slot), of_cell[j], x))
             whole = [sums.get(i) for i in range(tiles * count)]
             for i in range(tiles * count, chains * tiles * count):
-                whole[i % (tiles * count)] = e.each(builder.add, whole[i % (tiles * count)], sums.get(i))
+                lift = 0 if lifts == [0] else lifts[i // (tiles * count)]
+                part = e.each(builder.ashr, sums.get(i), e.constant(e.i32, lift)) if lift else sums.get(i)
+                whole[i % (tiles * count)] = e.each(builder.add, whole[i % (tiles * count)], part)
             qs_p = pointer_to(context, builder, sig.args[8], qs_v, row_v)
             key_scale = pointer_to(context, builder, sig.args[2], scales_v, key) if kind == "int8" else None
             for j, r in ((j, r) for j in range(tiles) for r in range(rows)):

@@ -178,11 +178,17 @@ class Emitter:
     def low_nibbles(self, codes: Wide) -> Wide:
         return [self.b.and_(part, self._splat_constant(self.i8, 15)) for part in codes]
 
-    def two_bits(self, codes: Wide, which: int) -> Wide:
-        """The 2-bit code number `which` (0 the lowest) of every byte, as a byte."""
-        words = [self.b.bitcast(part, self.i32) for part in codes]
-        moved = [self.b.lshr(part, self._splat_constant(self.i32, 2 * which)) for part in words] if which else words
-        return [self.b.and_(self.b.bitcast(part, self.i8), self._splat_constant(self.i8, 3)) for part in moved]
+    def two_bits(self, codes: Wide, which: int, lift: int = 0) -> Wide:
+        """The 2-bit code number `which` (0 the lowest) of every byte, times 2^lift, as a byte."""
+        return [self.b.and_(part, self._splat_constant(self.i8, 3 << lift)) for part in self.moved(codes, lift - 2 * which)]
+
+    def moved(self, codes: Wide, left: int) -> Wide:
+        """The bits of 32-bit words `left` bits up, or down if it is negative: bytes, whose upper or lower bits are then their neighbours'."""
+        if left == 0:
+            return codes
+        shift = self.b.shl if left > 0 else self.b.lshr
+        words = [shift(self.b.bitcast(part, self.i32), self._splat_constant(self.i32, abs(left))) for part in codes]
+        return [self.b.bitcast(part, self.i8) for part in words]
 
     def high_nibbles(self, codes: Wide) -> Wide:
         return [self.b.lshr(part, self._splat_constant(self.i8, 4)) for part in codes]
@@ -204,7 +210,8 @@ class Emitter:
         return self._dot_generic(acc, weights, x)
 
     def dot_small(self, acc: Wide, small: Wide, signed: Wide) -> Wide:
-        """acc + 4-term products of unsigned numbers up to 127 and signed ones within ±127."""
+        """acc + 4-term products of unsigned numbers up to 127 (up to 255 where an instruction takes them, `vnni`) and signed ones within
+        ±127."""
         if self.level.vnni:
             return self._vpdpbusd(acc, small, signed)
         if self.level.name == "avx2":

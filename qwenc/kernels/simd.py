@@ -346,6 +346,12 @@ def absolute(b, x):
     return _call(b, "llvm.fabs", x)
 
 
+@_operation(f32x16, f32x16)
+def nearest(b, x):
+    """The nearest integer, ties to even."""
+    return _call(b, "llvm.rint", x)
+
+
 def _maximum(b: ir.IRBuilder, x: Value, y: Value) -> Value:
     # written out: llvm.maximum is slow where there is no instruction for it, and a NaN in either must win
     either = b.select(b.fcmp_ordered(">", x, y), x, y)  # y when unordered
