@@ -4,7 +4,7 @@
     pip install '.[bench]'
     python scripts/compare_llama_cpp.py 2b
 
-Each engine, with each type of KV cache, lives in a process of its own, and rounds alternate between them, so that a noisy neighbour meets
+Each engine, with each type of KV cache, lives in a process of its own, and rounds alternate between them at each depth, so that a noisy neighbour meets
 all of them alike; so does the measurement of the rate at which the same threads read memory. Flash attention is on, weights are repacked.
 At every depth (tokens already in the context): single decode steps, then a prefill of 512 tokens. Besides, in fresh processes: the time
 to the first token of a 16-token prompt, everything included. A sample during which something else used the CPUs is taken again.
@@ -101,7 +101,9 @@ def entries(args: argparse.Namespace) -> list[Entry]:
         if kind == "qwenc":
             model = str(need_packed(args))
             for kv in args.qwenc_kv:
-                found.append(Entry(kind, kv, python, {"model": model, "settings": {"wmode": args.wmode, "kv": kv}, **common}))
+                for sparse in (False, True) if args.sparse else (False,):
+                    settings = {"wmode": args.wmode, "kv": kv, "sparse_attn": sparse}
+                    found.append(Entry(kind, f"{kv} sparse" if sparse else kv, python, {"model": model, "settings": settings, **common}))
         elif kind in PEERS:
             model = str(need_gguf(args))
             found += [Entry(kind, kv, python, {"model": model, "kv": kv, **common}) for kv in args.kv]
@@ -138,15 +140,15 @@ def step_bytes(shape: str, bits: float, kv_bytes: float | None, depth: int) -> f
 
 # ---- depths ---------------------------------------------------------------------------------------------------------------
 def run_rounds(args: argparse.Namespace, rows: list[Entry]) -> tuple[list[dict[str, Any]], list[float]]:
-    """(samples of every round in the order taken, stream rates in GB/s). The first round warms up and is thrown away."""
+    """(samples in the order taken, stream rates in GB/s). The first round at each depth warms up and is thrown away."""
     workers = [Worker(row.kind, row.python) for row in rows]
     stream = Worker("stream", args.qwenc_python)
     samples: list[dict[str, Any]] = []
     rates: list[float] = []
     try:
         opened = [worker.ask({"open": row.options}) for worker, row in zip(workers, rows, strict=True)]
-        for round_ in range(args.rounds + 1):
-            for depth in args.depths:
+        for depth in args.depths:  # outside, so that a context is filled once
+            for round_ in range(args.rounds + 1):
                 rate = stream.ask({"stream": STREAM_PASSES, "threads": args.threads})["rates"]
                 rates += rate if round_ else []
                 for row, worker, told in zip(rows, workers, opened, strict=True):
@@ -157,7 +159,8 @@ def run_rounds(args: argparse.Namespace, rows: list[Entry]) -> tuple[list[dict[s
                         s = SHAPES[args.shape]
                         kv_bytes = 2 * KV_BYTES[row.kv] * s.layers * s.kv_heads * s.head_dim
                     bits = {"transformers": 32.0, "openvino": 4.125}.get(row.kind, BITS[args.wmode] if row.kind == "qwenc" else 4.5)
-                    sample["step_bytes"] = step_bytes(args.shape, bits, kv_bytes, depth)
+                    bytes_read = step_bytes(args.shape, bits, kv_bytes, depth)
+                    sample["step_bytes"] = None if row.kv.endswith("sparse") else bytes_read
                     tell(sample)
                     samples += [sample] if round_ else []
         for row, worker in zip(rows, workers, strict=True):
@@ -268,6 +271,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--long", action="store_true", help="depths 8192 and 16384 as well")
     parser.add_argument("--kv", nargs="+", choices=("f16", "q8_0"), default=["f16", "q8_0"], help="KV types of the peers (default both)")
     parser.add_argument("--qwenc-kv", nargs="+", default=["q8"], metavar="KV", help="KV types of qwenc (default q8: exact int8)")
+    parser.add_argument("--sparse", action="store_true", help="qwenc with sparse attention, too")
     parser.add_argument("--wmode", choices=tuple(BITS), default="q4", help="qwenc's weight format (default q4)")
     parser.add_argument("--prefill", type=int, default=512, metavar="N", help="tokens per prefill (default 512)")
     parser.add_argument("--decode", type=int, default=32, metavar="N", help="timed decode steps (default 32)")

@@ -66,16 +66,21 @@ def oracle(q, k, v, limit, coded=0):
     """coded: the first keys, which have codes of 4 bits."""
     out = np.empty(q.shape)
     for i, n in enumerate(limit):
-        s = k[:n].astype(np.float64) @ q[i].astype(np.float64)
-        for first in range(0, min(coded, n), UNIT):
-            s[first : first + UNIT] = coded_scores(q[i].astype(np.float64), k[first : first + UNIT])[: n - first]
+        s = scores(q[i], k, coded)[:n]
         p = np.exp(s - s.max())
         out[i] = p / p.sum() @ v[:n].astype(np.float64)
     return out
 
 
+def scores(q, k, coded):
+    """q·k. Where channels hold 16 values, in the units of the first `coded` keys, q·step of a channel is rounded to 8 bits."""
+    s = k.astype(np.float64) @ q.astype(np.float64)
+    for first in range(0, coded, UNIT):
+        s[first : first + UNIT] = coded_scores(q.astype(np.float64), k[first : first + UNIT])
+    return s
+
+
 def coded_scores(q, unit):
-    """q times keys whose channels hold 16 values: its product with a channel's step is rounded to 8 bits."""
     low, step = unit.min(0), np.ptp(unit, 0) / 15
     x = q * step
     rounded = eight_bits(x)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from test_attention import KV_HEADS, LAYERS, as_stored, fill, poison, stage_of
+from test_attention import KV_HEADS, LAYERS, as_stored, coded_keys, fill, poison, scores, stage_of
 
 from qwenc.attention.attend import prepare_rows
 from qwenc.attention.cache import UNIT, new_cache, slot_of
@@ -112,7 +112,7 @@ def run(kv, sparse, keys, rows=2, head_dim=64, seed=0, spread=3.0):
     kept, out, missed = np.zeros(blocks, np.uint8), np.zeros((rows, head_dim), np.float32), np.zeros(1, np.float32)
     count = attend_over_choice(cache, stage_of(cache), sparse, q, keys, kept, out, missed)
     k, v = as_stored(kv, k, v)
-    share = softmax(q.astype(np.float64) @ k.T)
+    share = softmax(np.array([scores(row, k, coded_keys(kv, keys)) for row in q]))
     by_block = np.add.reduceat(share, np.arange(0, keys, sparse.block), axis=1)
     return count, kept.astype(bool), out, float(missed[0]), share, by_block, v
 

@@ -170,14 +170,48 @@ def _score_int8(k, v, r, rows, start, tiles):
                     k_8(k.codes, None, k.scale, r.at, start + i, strips, r.qp, q_at, r.qs, r.qo, first, v.codes, r.s, s_at + 16 * i, S_ROW)
             elif width == 4:
                 for i in range(tiles):
+                    ask_ranges(k, v, r, start + i)
                     k_4(k.codes, None, k.scale, r.at, start + i, strips, r.qp, q_at, r.qs, r.qo, first, v.codes, r.s, s_at + 16 * i, S_ROW)
             elif width == 2:
                 for i in range(tiles):
+                    ask_ranges(k, v, r, start + i)
                     k_2(k.codes, None, k.scale, r.at, start + i, strips, r.qp, q_at, r.qs, r.qo, first, v.codes, r.s, s_at + 16 * i, S_ROW)
             else:
                 for i in range(tiles):
+                    ask_ranges(k, v, r, start + i)
                     k_1(k.codes, None, k.scale, r.at, start + i, strips, r.qp, q_at, r.qs, r.qo, first, v.codes, r.s, s_at + 16 * i, S_ROW)
             first += width
+
+    return run
+
+
+def ask_ranges(k, v, r, i):
+    """Ask for the scales of the values of list entry i, and of the keys a segment later. In chosen blocks nothing else would fetch them
+    in time."""
+    raise NotImplementedError("runs in compiled code only")
+
+
+@by_type(ask_ranges, inline=True)
+def _ask_ranges(k, v, r, i):
+    four_k, four_v = is_record(k, Q4K), is_record(v, Q4V)
+
+    def run(k, v, r, i):
+        head_dim = r.q.shape[1]
+        coming = r.at[i + SEGMENT]
+        if four_k:
+            if coming % UNIT == 0:
+                for d in range(0, head_dim, 32):  # a cache line
+                    simd.ask_ahead(k.low, coming // UNIT * head_dim + d)
+                    simd.ask_ahead(k.step, coming // UNIT * head_dim + d)
+        else:
+            simd.ask_ahead(k.scale, coming)
+        if four_v:
+            ranges = r.o.shape[1] // 2  # of a tile
+            for d in range(0, ranges, 32):
+                simd.ask_ahead(v.low, r.at[i] // TILE * ranges + d)
+                simd.ask_ahead(v.step, r.at[i] // TILE * ranges + d)
+        else:
+            simd.ask_ahead(v.scale, r.at[i])
 
     return run
 
@@ -192,6 +226,8 @@ def score_q4(k, v, r, rows, start, tiles):
         if unit != folded:
             fold_queries(k, unit, r, rows)
             folded = unit
+        if rows < 8:
+            ask_ranges(k, v, r, i)
         first = 0
         while first < rows:
             width = rows_at_once(rows, first)

@@ -11,6 +11,7 @@ from qwenc.attention.rows import ALL_KEYS, NO_SCORE, list_tiles, pad_list
 from qwenc.attention.scan import exp_of
 from qwenc.attention.select import SCAN, WIDTHS
 from qwenc.kernels import simd
+from qwenc.kernels.attention_tiles import SEGMENT
 from qwenc.kernels.jit import by_type, helper, inlined
 
 FIRST = 8  # tiles asked for before the first is read
@@ -66,7 +67,7 @@ def list_chosen(c, r, block, layers, kv_heads, first_page, layer, head, end_key)
 
 
 def ask_for_keys(k, r, tiles):
-    """Ask for the keys of the first tiles of the list: nobody has."""
+    """Ask for the keys of the first tiles of the list, and for the scales of the first segment: nobody has."""
     raise NotImplementedError("runs in compiled code only")
 
 
@@ -74,11 +75,20 @@ def ask_for_keys(k, r, tiles):
 def _ask_for_keys(k, r, tiles):
     if is_record(k, FloatKV):
         return lambda k, r, tiles: None
-    bytes_of = 4 if is_record(k, Q4K) else 1  # dimensions of a key in a byte of key_arrays
+    four = is_record(k, Q4K)
+    bytes_of = 4 if four else 1  # dimensions of a key in a byte of key_arrays
 
     def run(k, r, tiles):
         codes, lower = key_arrays(k)
-        step = TILE * r.q.shape[1] // bytes_of
+        head_dim = r.q.shape[1]
+        step = TILE * head_dim // bytes_of
+        for i in range(min(tiles, SEGMENT)):
+            if four:
+                for d in range(0, head_dim, 32):
+                    simd.ask_ahead(k.low, r.at[i] // UNIT * head_dim + d)
+                    simd.ask_ahead(k.step, r.at[i] // UNIT * head_dim + d)
+            else:
+                simd.ask_ahead(k.scale, r.at[i])
         for i in range(min(tiles, FIRST)):
             for line in range(0, step, 64):
                 simd.ask_ahead(codes, r.at[i] // TILE * step + line)

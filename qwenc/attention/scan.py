@@ -103,18 +103,20 @@ def prepare_look(r, rows, c):
             c.q16s[row] = largest / Q16_TOP
             to_8 = np.float32(127.0) / largest if largest > 0 else np.float32(0.0)
             to_16 = Q16_TOP / largest if largest > 0 else np.float32(0.0)
-            total, magnitude = 0, 0
-            for d in range(head_dim):
-                code = int(np.rint(r.q[row, d] * to_8))
-                at = first * head_dim + (d // 8) * 8 * width + 8 * lane + d % 8
-                c.q8[at] = np.int8(code)
-                c.a8[at] = np.int8(abs(code))
-                c.q16[row, d] = np.int16(np.rint(r.q[row, d] * to_16))
-                total += code
-                magnitude += abs(code)
-            c.sums[row, 0] = BIAS * np.float32(total)
-            c.sums[row, 1] = np.float32(0.5) * np.float32(magnitude)
-            c.sums[row, 2] = np.float32(0.5) * np.float32(total)
+            factor_8, factor_16 = simd.splat(to_8), simd.splat(to_16)
+            total = magnitude = simd.splat(np.float32(0.0))
+            for d in range(0, head_dim, 16):
+                q = simd.load(r.q, row * head_dim + d)
+                code = simd.nearest(simd.mul(q, factor_8))
+                at = first * head_dim + d * width + 8 * lane
+                simd.store_eights(c.q8, at, 8 * width, code)
+                simd.store_eights(c.a8, at, 8 * width, simd.absolute(code))
+                simd.store_shorts(c.q16, row * head_dim + d, simd.mul(q, factor_16))
+                total, magnitude = simd.add(total, code), simd.add(magnitude, simd.absolute(code))
+            of_codes = simd.lane_sum(total)
+            c.sums[row, 0] = BIAS * of_codes
+            c.sums[row, 1] = np.float32(0.5) * simd.lane_sum(magnitude)
+            c.sums[row, 2] = np.float32(0.5) * of_codes
         first += width
 
 
@@ -233,6 +235,14 @@ def add_each(c, r, row, block, unit):
 def add_own_unit(cache, stage, stage_slot, c, r, rows, block, slot, own_key, keys):
     """Enter the exact scores of the keys from own_key on, at most 32."""
     score_own(cache, stage, stage_slot, slot, r, rows)
+    if block == UNIT:
+        none = simd.splat(NO_SCORE)
+        for row in range(rows):
+            at = row * S_ROW
+            simd.store(r.s, at, simd.first_lanes(simd.load(r.s, at), keys - own_key, none))
+            simd.store(r.s, at + TILE, simd.first_lanes(simd.load(r.s, at + TILE), keys - own_key - TILE, none))
+        add_unit(c, r, rows, block, own_key // UNIT)
+        return
     for row in range(rows):
         for key in range(min(UNIT, keys - own_key)):
             add_keys(c, row, block, own_key + key, 1, r.s[row, key])

@@ -55,7 +55,8 @@ def jit(function: F) -> F:
 # Numba counts the references to every array of a record that a function takes apart: tens of locked additions a call, more than most
 # helpers do else. The arrays outlive the step anyway, so helpers do without; one that makes arrays of its own cannot.
 def helper(function: F) -> F:
-    """A function that is only ever called from other kernels: compiled into them, not cached by itself. It makes no arrays."""
+    """A function that is only ever called from other kernels: compiled into them, not cached by itself. It makes no arrays, and returns
+    none to a kernel that counts references: that would let go of what it was never given."""
     return numba.njit(**UNCOUNTED)(function)
 
 

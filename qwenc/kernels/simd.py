@@ -265,6 +265,33 @@ def store_bytes(typingctx, array, index, vector):
 
 
 @intrinsic
+def store_eights(typingctx, array, index, step, vector):
+    """Round 16 floats within ±127 to the nearest even integer and write them as two runs of 8 bytes, `step` bytes apart."""
+
+    def codegen(context, builder, sig, values):
+        array_v, index_v, step_v, vector_v = values
+        rounded = builder.trunc(_rounded(builder, vector_v), ir.VectorType(I8, LANES))
+        pointer = pointer_to(context, builder, sig.args[0], array_v, index_v)
+        _store_words(Emitter(builder), rounded, I64, pointer, step_v)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.intp, f32x16), codegen
+
+
+@intrinsic
+def store_shorts(typingctx, array, index, vector):
+    """Round 16 floats within ±32767 to the nearest even integer and write them at `index` of an int16 array."""
+
+    def codegen(context, builder, sig, values):
+        shorts = ir.VectorType(I16, LANES)
+        pointer = builder.bitcast(pointer_to(context, builder, sig.args[0], values[0], values[1]), shorts.as_pointer())
+        builder.store(builder.trunc(_rounded(builder, values[2]), shorts), pointer, align=1)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, f32x16), codegen
+
+
+@intrinsic
 def store_half(typingctx, array, index, vector):
     """Write 16 floats in half precision at `index` of a uint16 array, rounded to nearest even; beyond its range becomes infinite."""
 
