@@ -214,14 +214,16 @@ class Session:
             self._took(batch.tolist(), True)
         return np.concatenate(found)
 
-    def watched(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Of the last step, None if it was exact: which blocks were kept, bool [layers, kv_heads, blocks], and the share of attention that
-        each block holds, float32 of the same shape, true if the oracle chose and estimated otherwise."""
+    def watched(self) -> tuple[np.ndarray, np.ndarray, float] | None:
+        """Of the last step, None if it was exact: which blocks were kept, bool [layers, kv_heads, blocks]; the share of attention that each
+        block holds, float32 of the same shape, true if the oracle chose and estimated otherwise; the estimated share that the choice left
+        out."""
         sequence = self._sequence
         if sequence.missed is None:
             return None
         blocks = -(-sequence.length // sequence.sparse_decode.block)
-        return sequence.kept_blocks[..., :blocks].astype(bool), sequence.block_masses[..., :blocks].copy()
+        kept, masses = sequence.kept_blocks[..., :blocks].astype(bool), sequence.block_masses[..., :blocks].copy()
+        return kept, masses, float(sequence.missed.mean())
 
     def mark(self) -> Mark:
         """This point of the context, to come back to with `rewind`. Costs a copy of one page of the cache."""

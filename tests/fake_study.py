@@ -112,7 +112,8 @@ class FakeSession:
         self.rewind(mark)
 
     def watched(self):
-        """Two layers of one kv head; block b holds twice the mass of block b + 1. The oracle keeps the best, others every second one."""
+        """Two layers of one kv head; block b holds twice the mass of block b + 1. The oracle keeps the best, others every second one, and
+        believe to miss a quarter."""
         s = self.settings
         if not s.sparse_attn:
             return None
@@ -120,7 +121,7 @@ class FakeSession:
         mass = np.tile(0.5 ** np.arange(1, blocks + 1), (2, 1, 1)).astype(np.float32)
         kept = np.zeros(mass.shape, bool)
         kept[..., :: 1 if s.sparse_score == "oracle" else 2][..., : s.sparse_k] = True
-        return kept, mass / mass.sum(axis=-1, keepdims=True)
+        return kept, mass / mass.sum(axis=-1, keepdims=True), 0.25
 
     def kv_bytes(self):
         return 100 * self.length

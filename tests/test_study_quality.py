@@ -80,6 +80,7 @@ def test_recall_beside_the_oracles(cli):
     rows = rows_by(out)
     row = rows[1000, "decode", "sparse score=scan"]
     assert row["recall"] == pytest.approx(sum(0.5**b for b in (1, 3, 5, 7)), abs=1e-4)
+    assert row["estimated_recall"] == 0.75
     assert row["oracle_recall"] == pytest.approx(1 - 0.5**4, abs=1e-4)
     assert rows[1000, "all", "sparse score=scan"]["recall"] is rows[1000, "decode", "sparse score=probe"]["recall"] is None
 

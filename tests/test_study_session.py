@@ -90,18 +90,18 @@ def watched(engine, length, **sparse):
 
 
 def test_watching_tells_the_chosen_blocks_and_their_share_of_attention(engine):
-    _, nearly_exact, (most, mass) = watched(engine, 280, sparse_score="oracle", sparse_k=8)
+    _, nearly_exact, (most, mass, _) = watched(engine, 280, sparse_score="oracle", sparse_k=8)
     assert most.shape == mass.shape == (engine.config.num_hidden_layers, engine.config.num_key_value_heads, 9)
     assert np.allclose(mass.sum(axis=-1), 1, atol=1e-5) and mass.min() >= 0
     assert (most.sum(axis=-1) == 8).all()
     exact = decode_after(engine, replace(engine.settings, kv="q8"), 280, IDS[280:281])[0]
     assert np.abs(nearly_exact - exact).max() < 0.25 * np.abs(exact).max()
 
-    session, _, (kept, same) = watched(engine, 280, sparse_score="oracle", sparse_k=4)
+    session, _, (kept, same, missed) = watched(engine, 280, sparse_score="oracle", sparse_k=4)
     assert (kept.sum(axis=-1) == 4).all() and kept[..., 0].all() and kept[..., -1].all()
     assert np.allclose(same[0], mass[0], atol=1e-5), "the first layer sees the same, however few blocks are kept"
     left_out = np.where(kept, 0, same).sum(axis=-1)
-    assert np.allclose(session._sequence.missed, left_out, atol=1e-4)
+    assert np.allclose(session._sequence.missed, left_out, atol=1e-4) and missed == pytest.approx(left_out.mean(), abs=1e-4)
     free = np.where(kept, -1, same)[..., 1:-1]
     chosen = np.where(kept, same, 2)[..., 1:-1]
     assert (chosen.min(axis=-1) >= free.max(axis=-1) - 1e-6).all(), "the oracle takes the heaviest"

@@ -141,6 +141,7 @@ QUALITY_COLUMNS = (
     Column("same top %", lambda row: percent(row.same_top)),
     Column("ΔNLL", lambda row: f"{row.delta_nll:+.4f} ± {row.delta_nll_error:.4f}"),
     Column("recall", lambda row: number(row.recall, 3)),
+    Column("estimated", lambda row: number(row.estimated_recall, 3)),
     Column("oracle", lambda row: number(row.oracle_recall, 3)),
 )
 

@@ -63,7 +63,7 @@ class Tally:
     """Everything seen of one arm by one method in one bucket."""
 
     parts: list[Divergence] = field(default_factory=list)
-    recalls: list[tuple[float, float]] = field(default_factory=list)
+    recalls: list[tuple[float, float, float]] = field(default_factory=list)
 
     def column(self, name: str) -> np.ndarray:
         return np.concatenate([getattr(part, name) for part in self.parts])
@@ -72,7 +72,7 @@ class Tally:
 @dataclass(frozen=True, slots=True)
 class Row:
     """Over all scored tokens of a bucket. kl in nats; delta_nll: arm − reference, with its standard error; recall: attention mass that the
-    chosen blocks hold, oracle_recall: the most that as many could."""
+    chosen blocks hold, estimated_recall: what the choice itself believes of that, oracle_recall: the most that as many could."""
 
     method: str
     arm: str
@@ -86,6 +86,7 @@ class Row:
     delta_nll: float
     delta_nll_error: float
     recall: float | None
+    estimated_recall: float | None
     oracle_recall: float | None
 
 
@@ -209,8 +210,9 @@ class Quality:
         tally.parts.append(diverge(reference, logits, targets))
         if kept is not None:
             masses = self._masses(engine, arm.settings, ids[:context], following, filled)
-            steps = [(choice[0], mass) for choice, mass in zip(kept, masses, strict=True) if choice is not None and mass is not None]
-            tally.recalls += [recall(chosen, mass) for chosen, mass in steps]
+            for choice, mass in zip(kept, masses, strict=True):
+                if choice is not None and mass is not None:
+                    tally.recalls.append((*recall(choice[0], mass), 1 - choice[2]))
 
     def _masses(
         self, engine: Any, settings: Settings, ids: Sequence[int], following: Sequence[int], filled: dict[tuple, Any]
@@ -276,6 +278,7 @@ def row_of(method: str, arm: Arm, context: int, tally: Tally) -> Row:
         delta_nll_error=float(change.std(ddof=1) / math.sqrt(len(change))) if len(change) > 1 else math.nan,
         recall=None if held is None else float(held[:, 0].mean()),
         oracle_recall=None if held is None else float(held[:, 1].mean()),
+        estimated_recall=None if held is None else float(held[:, 2].mean()),
     )
 
 
