@@ -116,7 +116,10 @@ def _one_line_errors(hub_id: str, offline: bool) -> Iterator[None]:
 def _unreachable(hub_id: str, reason: str) -> QwencError:
     first_line = reason.strip().splitlines()[0][:200] if reason.strip() else ""
     detail = f" ({first_line})" if first_line else ""
-    return QwencError(f"{hub_id}: the Hugging Face Hub cannot be reached{detail}; give a local folder, or --offline for a cached model")
+    return QwencError(
+        f"{hub_id}: no such folder here, and the Hugging Face Hub cannot be reached{detail}; give a local folder, or --offline for a "
+        "cached model"
+    )
 
 
 def _hub_bytes(repo: str, revision: str, names: list[str]) -> int:

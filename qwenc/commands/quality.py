@@ -103,6 +103,8 @@ def _text(chosen: Chosen, values: dict[str, Any], reporter: ScreenReporter) -> t
 
     arms = with_reference(chosen.arms())
     methods = values["methods"] or (["decode", "all"] if any(arm.sparse for arm in arms) else ["batch"])
+    if methods == ["decode"] and not any(arm.sparse for arm in arms):
+        raise UsageError("--method decode compares sparse attention after an exact context, and none is asked for; see --method all")
     plan = Plan(
         arms=arms,
         contexts=sorted(values["contexts"]),
