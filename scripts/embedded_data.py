@@ -19,7 +19,17 @@ from pathlib import Path
 
 HELD_OUT_BOOKS = ("Ruth", "Jonah", "Phi", "Jas", "1Jn")  # as `bible` abbreviates them: 3 % of the text, of several kinds
 # What it is to know by heart: a model of this size can learn some pages word for word, and then its greedy text reads as prose.
-BY_HEART = (("Ge", "1"), ("Psa", "1"), ("Psa", "23"), ("Eccl", "3"), ("Isa", "40"), ("Mat", "5"), ("Luke", "2"), ("John", "3"), ("1Cor", "13"))
+BY_HEART = (
+    ("Ge", "1"),
+    ("Psa", "1"),
+    ("Psa", "23"),
+    ("Eccl", "3"),
+    ("Isa", "40"),
+    ("Mat", "5"),
+    ("Luke", "2"),
+    ("John", "3"),
+    ("1Cor", "13"),
+)
 RANGE = "Gen1:1-Rev22:21"
 ISSUE_SHARE = 0.6  # of the questions are about a secret number
 
