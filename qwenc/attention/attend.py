@@ -20,7 +20,6 @@ from qwenc.attention.rows import (
 from qwenc.kernels import simd
 from qwenc.kernels.attention_tiles import SEGMENT, make_scores, make_values, strips_at_once
 from qwenc.kernels.jit import by_type, helper, inlined
-from qwenc.kernels.linear_tiles import PIECES_TOP
 
 MIDDLE = np.float32(7.5)  # of the codes 0 … 15
 AHEAD = (4, 2)  # cache lines of a strip of int8 and of 4-bit values
@@ -245,7 +244,8 @@ def score_q4(k, v, r, rows, start, tiles):
 
 @inlined
 def fold_queries(k, unit, r, rows):
-    """q·(low + step·code) = q·(low + 7.5·step) + (q·step)·(code − 7.5): the first term as a bias, q·step in 8 bits, far finer than codes."""
+    """q·(low + step·code) = q·(low + 7.5·step) + (q·step)·(code − 7.5): the first term as a bias, q·step in 8 bits, far finer than
+    codes."""
     first = 0
     while first < rows:
         width = rows_at_once(rows, first)

@@ -183,7 +183,8 @@ class Emitter:
         return [self.b.and_(part, self._splat_constant(self.i8, 3 << lift)) for part in self.moved(codes, lift - 2 * which)]
 
     def moved(self, codes: Wide, left: int) -> Wide:
-        """The bits of 32-bit words `left` bits up, or down if it is negative: bytes, whose upper or lower bits are then their neighbours'."""
+        """The bits of 32-bit words `left` bits up, or down if it is negative: bytes, whose upper or lower bits then are their
+        neighbours'."""
         if left == 0:
             return codes
         shift = self.b.shl if left > 0 else self.b.lshr

@@ -62,7 +62,7 @@ def compile_steps(jobs: Sequence[tuple[Any, tuple]], reporter: Reporter) -> None
 
     def tell() -> None:
         if not told:
-            reporter.note("compiling the kernels for these settings, once: about half a minute")
+            reporter.note("compiling the kernels for these settings, once: half a minute, with sparse attention more")
             told.append(True)
 
     with compiling(tell):
