@@ -4,9 +4,9 @@
     pip install '.[bench]'
     python scripts/compare_llama_cpp.py 2b
 
-Each engine, with each type of KV cache, lives in a process of its own, and rounds alternate between them at each depth, so that a noisy neighbour
-meets all of them alike; so does the measurement of the rate at which the same threads read memory. Flash attention is on, weights are
-repacked.
+Each engine, with each type of KV cache, lives in a process of its own, and rounds alternate between them at each depth, so that a noisy
+neighbour meets all of them alike; so does the measurement of the rate at which the same threads read memory. Flash attention is on, weights
+are repacked.
 At every depth (tokens already in the context): single decode steps, then a prefill of 512 tokens. Besides, in fresh processes: the time
 to the first token of a 16-token prompt, everything included. A sample during which something else used the CPUs is taken again.
 
