@@ -228,6 +228,12 @@ def test_without_a_model_the_one_that_comes_with_qwenc_runs_and_a_line_says_so(c
         assert code == 0 and asked("load")["model"] == "M" and not any("QWENC_MODEL" in line for line in err)
 
 
+def test_a_prompt_file_that_never_ends_is_refused(cli, monkeypatch):
+    monkeypatch.setattr("qwenc.text.files.MOST", 1000)
+    code, out, err = cli("-f", "/dev/zero")
+    assert (code, out, err) == (2, "", ["qwenc: error: cannot read the prompt from /dev/zero: it is longer than 256 MiB"])
+
+
 @pytest.mark.parametrize("data", [b"", "\ufeff".encode()])
 def test_an_empty_stdin_or_file_is_wrong_usage(cli, tmp_path, data):
     code, _, err = cli("-m", "M", stdin=data)

@@ -8,10 +8,17 @@ from pathlib import Path
 from qwenc.errors import UsageError
 
 
+MOST = 256 << 20  # bytes: far more than any context holds, and a device may never end
+
+
 def read_text(path: str, what: str) -> str:
-    """The text of the file. `what` it is names it in a UsageError."""
+    """The text of the file, a pipe perhaps. `what` it is names it in a UsageError."""
     try:
-        return text_of(Path(path).read_bytes(), path)
+        with Path(path).open("rb") as file:
+            data = file.read(MOST + 1)
+        if len(data) > MOST:
+            raise UsageError(f"cannot read {what} from {path}: it is longer than 256 MiB")
+        return text_of(data, path)
     except IsADirectoryError:
         raise UsageError(f"cannot read {what} from {path}: it is a directory") from None
     except OSError as error:
