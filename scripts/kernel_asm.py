@@ -150,15 +150,17 @@ def attention_kernels() -> dict[str, Kernel]:
         for _ in range(times):
             for row in range(many):
                 attend.weigh_row(v.scale, r, row, 0, tiles)
-                rows.split_weights(r.s[row], r, row, 0, 32 * row, 32 * many, tiles)
+                rows.split_weights(r.weights, 0, r, 32 * row, 32 * many, r.ps[0, row], tiles)
 
     @helper
     def weights_q4(k, v, plane, r, c, tiles, groups, times):
         for _ in range(times):
             for group in range(groups):
-                for row in range(many):
-                    attend.weigh_group(v, r, row, group, groups, 0, tiles)
-                    rows.split_weights(r.weights, r, row, group, 32 * row, 32 * many, tiles)
+                for row in range(0, many, 2):
+                    other = min(row + 1, many - 1)
+                    attend.weigh_two(v, r, row, other, group, groups, 0, tiles)
+                    rows.split_weights(r.weights, 0, r, 32 * row, 32 * many, r.ps[group, row], tiles)
+                    rows.split_weights(r.weights, rows.SEGMENT_KEYS, r, 32 * other, 32 * many, r.ps[group, other], tiles)
 
     @helper
     def values_q8(k, v, plane, r, c, tiles, groups, times):

@@ -10,7 +10,7 @@ from qwenc.settings import SPARSE_SCORES, Settings
 DECODE_BREAK_EVEN = 2  # times the kept keys: from there on a choice of blocks pays in decode, measured (docs/benchmarks.md)
 PREFILL_BREAK_EVEN = 2  # and in prefill
 PREFILL_GROUP = 64  # queries that share a choice
-LOOK_LEAST, LOOK_SHARE = 3, 5  # scanned after the first look: this many times the keys to keep, or one unit in so many
+LOOK_LEAST, LOOK_SHARE = 4, 5  # scanned after the first look: this many times the keys to keep, or one unit in so many
 MASS_LIMIT = 4  # with a target mass, at most this many times k blocks
 
 
