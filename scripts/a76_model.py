@@ -37,7 +37,7 @@ BATCH = 256  # prompt tokens that read the weights once
 KV_BYTES = {"q8": 2 * (HEAD_DIM + 4), "q4": (64 + 2 * 2 * HEAD_DIM / 32) + (64 + 4 * HEAD_DIM / 32)}
 UNIT = 32  # keys that share a centre and a step in the plane that blocks are ranked by
 LOOK_BYTES, SCAN_BYTES = (HEAD_DIM + HEAD_DIM / 2 + 8) / UNIT, HEAD_DIM / 4  # centre, step, scales; 2-bit codes, of a key
-KEPT, SCAN_LEAST, SCAN_SHARE = 32 * 32, 3, 5  # keys attended to; scanned: 3 times as many, or a fifth of all (qwenc/model/sparse_plan.py)
+KEPT, SCAN_LEAST, SCAN_SHARE = 32 * 32, 4, 5  # keys attended to; scanned: 4 times as many, or a fifth of all (qwenc/model/sparse_plan.py)
 
 # the reference on the board (its documentation): context: (prefill s exact, sparse), (attention ms exact, sparse), (token ms exact, sparse)
 REFERENCE = {
@@ -53,7 +53,6 @@ CONTEXTS = (506, 2046, 4059, 8192, 16384)
 X86 = {"NUMBA_CPU_NAME": "znver3", "NUMBA_CPU_FEATURES": "+sse4.2,+avx2,+fma,+f16c,+bmi,+bmi2,+popcnt,+lzcnt"}
 DOT = r"sdot|vpdpbusd|vpmaddubsw"
 FMA, COMPARE, SHIFT = r"fmla|vf\w*(add|sub)\d+ps", r"fcmgt|vcmpn?ltps|vmaxps", r"[us]shr|vpsr[al]d"
-ZERO = r"fcmeq|vcmpn?eqps"
 
 
 @dataclass(frozen=True)
@@ -74,22 +73,23 @@ class Passes:
     loops: tuple[tuple[str, float, str], ...]
 
 
-LARGEST, PIECES = (COMPARE, 1, f"{FMA}|{SHIFT}|fmul"), (SHIFT, 1, DOT)
+WEIGHED, PIECES, LARGEST = (COMPARE, 1, SHIFT), (SHIFT, 1, DOT), (COMPARE, 1, f"{FMA}|{SHIFT}|fmul")
+NEAREST = "frint[nx]|vrndscaleps"
 KERNELS: dict[str, Tile | Passes] = {
     # unit: a multiply-add; an activation of q8 has two pieces
     **{f"{kind}_{fmt}": Tile(2 if fmt == "q8" else 1) for fmt in ("q4", "q8fast", "q8") for kind in ("gemv", "gemm")},
     # unit: one query row and key; queries and probabilities have two pieces, except where only blocks are ranked
     "scores_q8": Tile(2 * HEAD_DIM, 16 * ROWS * 2 * HEAD_DIM),
     "softmax": Passes(1 / 16, ((FMA, 9, DOT), LARGEST)),
-    "weights_q8": Passes(1 / 16, ((ZERO, 1, COMPARE), LARGEST, PIECES)),
+    "weights_q8": Passes(1 / 16, (WEIGHED, PIECES)),
     "values_q8": Tile(2 * HEAD_DIM, 256 * ROWS * 2 * 16),
-    "scores_q4": Tile(2 * HEAD_DIM, 16 * ROWS * 2 * HEAD_DIM),
-    "fold_q4": Passes(HEAD_DIM / 16 / UNIT, ((COMPARE, 1, SHIFT), PIECES)),
+    "scores_q4": Tile(HEAD_DIM, 16 * ROWS * HEAD_DIM),  # one piece of a query
+    "fold_q4": Passes(HEAD_DIM / 16 / UNIT, (WEIGHED, (NEAREST, 1, DOT))),
     # blocks are ranked by a look at every unit of 32 keys, three products a dimension, and a scan of some at 2 bits
     "look_plane": Tile(3 * HEAD_DIM / UNIT, 8 * ROWS * 3 * HEAD_DIM),
     "fold_plane": Passes(HEAD_DIM / 16 / UNIT, ((r"mul|vpmullw", 0.5, DOT),)),
     "scores_plane": Tile(HEAD_DIM, 16 * ROWS * HEAD_DIM),
-    "weights_q4": Passes(HEAD_DIM / 32 / 16, ((ZERO, 1, COMPARE), LARGEST, PIECES)),
+    "weights_q4": Passes(HEAD_DIM / 32 / 16, (WEIGHED, PIECES)),
     "values_q4": Tile(2 * HEAD_DIM, 256 * ROWS * 2 * 32),
 }
 
