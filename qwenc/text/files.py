@@ -7,7 +7,6 @@ from pathlib import Path
 
 from qwenc.errors import UsageError
 
-
 MOST = 256 << 20  # bytes: far more than any context holds, and a device may never end
 
 
