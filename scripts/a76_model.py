@@ -74,7 +74,7 @@ class Passes:
 
 
 WEIGHED, PIECES, LARGEST = (COMPARE, 1, SHIFT), (SHIFT, 1, DOT), (COMPARE, 1, f"{FMA}|{SHIFT}|fmul")
-NEAREST = "frint[nx]|vrndscaleps"
+NEAREST = "frint[nx]|vrndscaleps|vroundps"
 KERNELS: dict[str, Tile | Passes] = {
     # unit: a multiply-add; an activation of q8 has two pieces
     **{f"{kind}_{fmt}": Tile(2 if fmt == "q8" else 1) for fmt in ("q4", "q8fast", "q8") for kind in ("gemv", "gemm")},
