@@ -17,8 +17,8 @@ from qwenc.study.quality import exact_prefill
 from qwenc.study.sweep import OneEngine, grouped
 from qwenc.study.texts import text_ids
 
-NEEDLE = "\n\nThe secret number of {place} is {number}. Remember it.\n\n"
-QUESTION = "\n\nQuestion: What is the secret number of {place}?\nAnswer: The secret number of {place} is"
+NEEDLE = " The secret number of {place} is {number}."
+QUESTION = "\nThe secret number of {place} is"
 ANSWER_TOKENS = 10
 
 
