@@ -366,3 +366,22 @@ def test_compiled_steps_are_kept():
         engine.session(8).compile()
     kept = {path.name.split("-")[0] for path in CACHE_DIR.glob("*.nbc")}
     assert {"decode.decode_step", "prefill.prefill_step"} <= kept
+
+
+def test_a_second_process_compiles_nothing():
+    """A helper that plain Python calls is compiled again in every process: one such call made each start half a second longer."""
+    program = f"""
+from numba.core import event
+class Compiled(event.Listener):
+    def on_start(self, event): compiled.append(event.data["dispatcher"].__name__)
+    def on_end(self, event): pass
+compiled = []
+event.register("numba:compile", Compiled())
+import qwenc
+with qwenc.load({str(GOLDENS / "llama-smol")!r}, wmode="q8") as engine:
+    list(engine.generate([1, 2, 3], max_tokens=2))
+print(compiled)
+"""
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.stdout == "[]\n", done.stderr

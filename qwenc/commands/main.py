@@ -1,12 +1,13 @@
 """The console script. It imports nothing before Ctrl-C is looked after: a start that is interrupted ends as silently as a run."""
 
+import os
 import sys
 
 INTERRUPTED = 130
 
 
 def main() -> None:
-    """Runs the command line of the process and exits."""
+    """Runs the command line of the process and ends the process."""
     try:
         from qwenc.commands.dispatch import flush, run_command
 
@@ -14,4 +15,5 @@ def main() -> None:
         flush()
     except KeyboardInterrupt:
         code = INTERRUPTED
-    sys.exit(code)
+    # not sys.exit: taking the interpreter down module by module costs a quarter of a second, while the shell waits
+    os._exit(code)
