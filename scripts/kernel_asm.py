@@ -93,12 +93,12 @@ def matrix_kernels() -> dict[str, Kernel]:
 
 def attention_kernels() -> dict[str, Kernel]:
     """The stages of attention, for one segment of keys each: of int8, of 4 bits, and of the 2-bit plane that sparse attention ranks by."""
-    from qwenc.attention import attend, cache, rows, scan
+    from qwenc.attention import cache, rows, scan, scores, values
     from qwenc.kernels.jit import helper
 
     strips, tiles, many, step = HEAD_DIM // 16, PAGE_KEYS // 16, GROUP_ROWS, rows.S_ROW
-    int8_tile, q4_tile, plane_tile, look_tile, fold_steps = attend.i8_2, attend.q4_2, scan.scan_2, scan.look_2, scan.fold_steps
-    int8_values, q4_values, strips_once = attend.v8_2, attend.v4_2, attend.STRIPS_2
+    int8_tile, q4_tile, plane_tile, look_tile, fold_steps = scores.i8_2, scores.q4_2, scan.scan_2, scan.look_2, scan.fold_steps
+    int8_values, q4_values, strips_once = values.v8_2, values.v4_2, values.STRIPS_2
 
     @helper
     def scores_q8(k, v, plane, r, c, tiles, groups, times):
@@ -122,7 +122,7 @@ def attention_kernels() -> dict[str, Kernel]:
     def fold_q4(k, v, plane, r, c, tiles, groups, times):
         for _ in range(times):
             for unit in range(tiles // 2):
-                attend.fold_queries(k, unit, r, many)
+                scores.fold_queries(k, unit, r, many)
 
     @helper
     def fold_plane(k, v, plane, r, c, tiles, groups, times):
@@ -149,7 +149,7 @@ def attention_kernels() -> dict[str, Kernel]:
     def weights_q8(k, v, plane, r, c, tiles, groups, times):
         for _ in range(times):
             for row in range(many):
-                attend.weigh_row(v.scale, r, row, 0, tiles)
+                values.weigh_row(v.scale, r, row, 0, tiles)
                 rows.split_weights(r.weights, 0, r, 32 * row, 32 * many, r.ps[0, row], tiles)
 
     @helper
@@ -158,7 +158,7 @@ def attention_kernels() -> dict[str, Kernel]:
             for group in range(groups):
                 for row in range(0, many, 2):
                     other = min(row + 1, many - 1)
-                    attend.weigh_two(v, r, row, other, group, groups, 0, tiles)
+                    values.weigh_two(v, r, row, other, group, groups, 0, tiles)
                     rows.split_weights(r.weights, 0, r, 32 * row, 32 * many, r.ps[group, row], tiles)
                     rows.split_weights(r.weights, rows.SEGMENT_KEYS, r, 32 * other, 32 * many, r.ps[group, other], tiles)
 

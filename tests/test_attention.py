@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from qwenc.attention.attend import attend_span, prepare_rows
+from qwenc.attention.attend import attend_span
 from qwenc.attention.cache import PAGE, UNIT, FloatKV, Int8K, bytes_per_token, cache_arrays, new_cache, slot_of
 from qwenc.attention.rows import begin, new_rows
+from qwenc.attention.scores import prepare_rows
 from qwenc.attention.store import finish_unit, write_key, write_value
 from qwenc.kernels.jit import allocating
 

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from test_attention import KV_HEADS, LAYERS, as_stored, coded_keys, fill, poison, scores, stage_of
 
-from qwenc.attention.attend import prepare_rows
 from qwenc.attention.cache import UNIT, new_cache, slot_of
 from qwenc.attention.chosen import attend_chosen, estimate_missed
 from qwenc.attention.rows import begin, new_rows
 from qwenc.attention.scan import fold_unit, look, new_choice, prepare_look, scan_unit, unit_slot
+from qwenc.attention.scores import prepare_rows
 from qwenc.attention.select import Sparse, choose
 from qwenc.kernels.jit import allocating
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from qwenc.attention.attend import attend_tiles, attend_unit, is_staged, key_arrays
+from qwenc.attention.attend import attend_tiles, attend_unit, is_staged
 from qwenc.attention.cache import Q4K, TILE, UNIT, FloatKV, slot_of
 from qwenc.attention.overloads import is_record
 from qwenc.attention.rows import ALL_KEYS, NO_SCORE, list_tiles, pad_list
 from qwenc.attention.scan import exp_of
+from qwenc.attention.scores import ask_key_ranges, key_arrays
 from qwenc.attention.select import SCAN, WIDTHS
 from qwenc.kernels import simd
 from qwenc.kernels.attention_tiles import SEGMENT
@@ -83,12 +84,7 @@ def _ask_for_keys(k, r, tiles):
         head_dim = r.q.shape[1]
         step = TILE * head_dim // bytes_of
         for i in range(min(tiles, SEGMENT)):
-            if four:
-                for d in range(0, head_dim, 32):
-                    simd.ask_ahead(k.low, r.at[i] // UNIT * head_dim + d)
-                    simd.ask_ahead(k.step, r.at[i] // UNIT * head_dim + d)
-            else:
-                simd.ask_ahead(k.scale, r.at[i])
+            ask_key_ranges(k, r.at[i], head_dim)
         for i in range(min(tiles, FIRST)):
             for line in range(0, step, 64):
                 simd.ask_ahead(codes, r.at[i] // TILE * step + line)

@@ -16,6 +16,7 @@ from qwenc.kernels.attention_tiles import SEGMENT
 from qwenc.kernels.jit import allocating, helper, inlined
 from qwenc.kernels.level import LEVEL
 from qwenc.kernels.linear_tiles import PIECES_TOP
+from qwenc.kernels.pointwise import largest_of
 
 SIGNED_BIAS = LEVEL.signed_bias
 ROWS_MOST = LEVEL.tile_rows  # query rows that one tile holds in registers: 8 or 2
@@ -157,10 +158,7 @@ def split_queries(r, rows):
         width = rows_at_once(rows, first)
         for lane in range(width):
             i = first + lane
-            top = simd.absolute(simd.load(r.q, i * head_dim))
-            for d in range(16, head_dim, 16):
-                top = simd.maximum(top, simd.absolute(simd.load(r.q, i * head_dim + d)))
-            largest = simd.lane_max(top)
+            largest = largest_of(r.q, i * head_dim, head_dim)
             factor = simd.splat(PIECES_TOP / largest if largest > 0 else np.float32(0.0))
             r.qs[i] = largest / PIECES_TOP
             r.qo[i, 0] = r.qo[i, 1] = 0

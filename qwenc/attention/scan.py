@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from qwenc.attention.attend import is_staged, score_int8, score_tiles
+from qwenc.attention.attend import is_staged
 from qwenc.attention.cache import PAGE, TILE, UNIT, UNITS
 from qwenc.attention.rows import NO_SCORE, S_ROW, pad_list, rows_at_once
+from qwenc.attention.scores import score_int8, score_tiles
 from qwenc.kernels import simd
 from qwenc.kernels.attention_tiles import make_scores
 from qwenc.kernels.jit import allocating, by_type, helper, inlined

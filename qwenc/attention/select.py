@@ -1,9 +1,9 @@
 """Which blocks of a long context a few query rows attend to.
 
-Every unit of 32 keys is looked at through its centre and width (7 bytes a key), the likeliest quarter then key by key at 2 bits; a block's
-weight is the log-sum-exp of its keys' scores. One choice serves all heads of a kv head, and in prefill a tile of queries: a block counts by
-the largest share of attention that it has with any of the queries, summed over the heads. The first block and those of the current unit
-are always kept.
+Every unit of 32 keys is looked at through its centre and width (7 bytes a key), the likeliest of them then key by key at 2 bits: four times
+the keys that are kept, or a fifth of all. A block's weight is the log-sum-exp of its keys' scores. One choice serves all heads of a kv
+head, and in prefill a tile of queries: a block counts by the largest share of attention that it has with any of the queries, summed over
+the heads. The first block and those of the current unit are always kept.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from qwenc.attention.attend import score_tiles
 from qwenc.attention.cache import PAGE, UNIT, slot_of
 from qwenc.attention.rows import NO_SCORE
 from qwenc.attention.scan import (
@@ -28,6 +27,7 @@ from qwenc.attention.scan import (
     scan_unit,
     unit_slot,
 )
+from qwenc.attention.scores import score_tiles
 from qwenc.attention.top import keep_top
 from qwenc.kernels import simd
 from qwenc.kernels.jit import helper

@@ -9,6 +9,7 @@ from qwenc.attention.cache import Q4K, Q4V, UNIT, UNITS, FloatKV, Int8K
 from qwenc.attention.overloads import is_record
 from qwenc.kernels import simd
 from qwenc.kernels.jit import by_type, helper
+from qwenc.kernels.pointwise import largest_of
 
 
 def write_key(k, slot, stage, stage_slot, x, x_at, head_dim):
@@ -123,10 +124,7 @@ def write_int8_value(v, slot, x, x_at, head_dim):
 @helper
 def scale_of(x, x_at, count):
     """(max|x|/127, 127/max|x|) of `count` values, a multiple of 16; a NaN makes the scale NaN."""
-    largest = simd.absolute(simd.load(x, x_at))
-    for i in range(16, count, 16):
-        largest = simd.maximum(largest, simd.absolute(simd.load(x, x_at + i)))
-    top = simd.lane_max(largest)
+    top = largest_of(x, x_at, count)
     return top * np.float32(1 / 127), np.float32(127.0) / top if top > 0 else np.float32(0.0)
 
 

@@ -26,6 +26,15 @@ def rms_norm(x, x_at, weight, weight_at, count, eps, out, out_at):
 
 
 @helper
+def largest_of(x, at, count):
+    """max|x| of `count` values, a multiple of 16; NaN if any is."""
+    top = simd.absolute(simd.load(x, at))
+    for i in range(16, count, 16):
+        top = simd.maximum(top, simd.absolute(simd.load(x, at + i)))
+    return simd.lane_max(top)
+
+
+@helper
 def rotate(x, x_at, cos, sin, angle_at, half):
     """Rotary embedding in place: the pairs (x[i], x[i + half]) turn by the angle of dimension i."""
     for i in range(half):

@@ -53,9 +53,11 @@ class Acts(NamedTuple):
     values: np.ndarray
 
 
-@allocating
-def new_acts(quantised: bool, inputs: int, tokens: int) -> Acts:
+def acts_of(quantised: bool, inputs: int, tokens: int) -> Acts:
     """Room for `tokens` activation rows of `inputs` values (a multiple of 32), zeroed: padding tokens stay zero."""
     q = inputs * tokens if quantised else 0
     f = 0 if quantised else inputs * tokens
     return Acts(np.zeros(2 * q, np.int8), np.zeros(q // 32, np.float32), np.zeros(q // 16, np.int32), np.zeros(f, np.float32))
+
+
+new_acts = allocating(acts_of)  # for kernels; a call of it from plain Python would compile it once more in every process

@@ -8,7 +8,7 @@ import numpy as np
 
 from qwenc.attention.cache import UNIT, Int8K
 from qwenc.config.model_config import round_up
-from qwenc.kernels.records import TILE, Acts, new_acts
+from qwenc.kernels.records import TILE, Acts, acts_of
 from qwenc.model.overloads import is_quantised
 
 
@@ -143,8 +143,7 @@ def new_buffers(
         ffn=f32(tokens * dense_width),
         expert_ffn=f32(places * expert_width),  # of its own: what pads a row must stay zero
         logits=f32(tokens if all_logits else 1, padded_rows(weights.lm_head)),
-        # as plain NumPy: a call of the compiled one from here would compile it once more in every process
-        acts=new_acts.py_func(is_quantised(weights.qkv), 0 if decode else acts, 1),
+        acts=acts_of(is_quantised(weights.qkv), 0 if decode else acts, 1),
         part_o=f32(parts, group, shape.head_room),
         part_m=f32(parts, group),
         part_l=f32(parts, group),
