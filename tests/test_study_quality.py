@@ -12,6 +12,7 @@ import pytest
 from qwenc.study.divergence import diverge, log_probabilities
 from qwenc.study.needles import hide
 from qwenc.study.prose import long_text
+from qwenc.study.quality import Plan
 from qwenc.study.recall import recall
 
 
@@ -47,6 +48,14 @@ def test_perplexity_alone(cli):
     assert code == 0 and [(row["context"], row["tokens"]) for row in rows] == [(64, 96), (200, 300)]
     for row in rows:
         assert row["method"] == "batch" and row["kl"] == 0 and row["perplexity"] == row["reference_perplexity"] > 1
+
+
+def test_the_pieces_of_every_context_begin_at_the_same_places():
+    """They all began within the first document of four where the longest context of the run made one of each."""
+    plan = Plan(arms=(), contexts=(64, 1000), chunks=4, scored=16, methods=("decode",))
+    short, long = ([plan.piece(context, chunk) for chunk in range(4)] for context in (64, 1000))
+    assert [piece.start for piece in short] == [piece.start for piece in long] == [0, 1017, 2034, 3051]
+    assert [piece.stop - piece.start for piece in short + long] == [81] * 4 + [1017] * 4 and plan.tokens == long[-1].stop
 
 
 def test_sparse_arms_by_both_methods(cli):

@@ -44,11 +44,18 @@ class Plan:
     text: str | None = None
     text_name: str = ""
 
-    def stride(self, context: int) -> int:
-        return context + self.scored + 1
+    @property
+    def stride(self) -> int:
+        """Tokens from one piece of the text to the next, whatever the context: the pieces of all buckets begin at the same places."""
+        return max(self.contexts) + self.scored + 1
 
+    @property
     def tokens(self) -> int:
-        return max(self.stride(context) for context in self.contexts) * self.chunks
+        return self.stride * self.chunks
+
+    def piece(self, context: int, chunk: int) -> slice:
+        """Of the text: the context of a piece, what is scored after it, and the last one's right answer."""
+        return slice(chunk * self.stride, chunk * self.stride + context + self.scored + 1)
 
     def pairs(self) -> list[tuple[str, Arm]]:
         """(method, arm) in order. An exact arm decodes as it prefills: `decode` would say again what `all` says."""
@@ -112,8 +119,7 @@ class Quality:
                     text = self._begin(engine)
                 for context in self.plan.contexts:
                     for chunk in range(self.plan.chunks):
-                        first = chunk * self.plan.stride(context)
-                        self._chunk(engine, arms, context, chunk, text.ids[first : first + self.plan.stride(context)])
+                        self._chunk(engine, arms, context, chunk, text.ids[self.plan.piece(context, chunk)])
         finally:
             engines.close()
             self.reporter.progress("quality", 1, 1)
@@ -134,11 +140,11 @@ class Quality:
                 f"{max(self.plan.contexts)} tokens and {self.plan.scored} scored after them need a context of {longest}, "
                 f"this model has {engine.context_size} (--ctx-size)"
             )
-        text = text_ids(engine, self.plan.tokens(), self.plan.text, self.plan.text_name)
+        text = text_ids(engine, self.plan.tokens, self.plan.text, self.plan.text_name)
         self.source = text.source
         reference = asdict(self.plan.arms[0].settings) | {"threads": None, "pin": True, "offline": False, "ctx_size": None}
         conditions = {"model": identity(engine), "scored": self.plan.scored, "settings": reference}
-        self.references.open(conditions | {"wmode": engine.wmode, "text": text.digest, "chunks": self.plan.chunks})
+        self.references.open(conditions | {"wmode": engine.wmode, "text": text.digest, "chunks": self.plan.chunks, "stride": self.plan.stride})
         return text
 
     # ---- one piece of the text ---------------------------------------------------------------------------------------------------
