@@ -102,25 +102,27 @@ class Engine:
         raw: bool = False,
         system: str | None = None,
         think: bool | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Ids of a prompt: one chat turn if the model has a template and raw is False. Raises UsageError for an empty one."""
         _check_text("prompt", text)
         if system is not None:
             _check_text("system", system)
-        if template_kwargs is not None and not isinstance(template_kwargs, Mapping):
-            raise UsageError(f"template_kwargs must be a mapping, not {template_kwargs!r:.60}")
+        if chat_template_kwargs is not None and not isinstance(chat_template_kwargs, Mapping):
+            raise UsageError(f"chat_template_kwargs must be a mapping, not {chat_template_kwargs!r:.60}")
         if self.tokenizer is None:
             raise UsageError("this checkpoint has no tokenizer: give token ids instead of text")
-        return encode_prompt(self.tokenizer, self.template, text, raw=raw, system=system, think=think, template_kwargs=template_kwargs)
+        return encode_prompt(
+            self.tokenizer, self.template, text, raw=raw, system=system, think=think, chat_template_kwargs=chat_template_kwargs
+        )
 
     def encode_messages(
-        self, messages: Sequence[Mapping[str, Any]], *, think: bool | None = None, template_kwargs: Mapping[str, Any] | None = None
+        self, messages: Sequence[Mapping[str, Any]], *, think: bool | None = None, chat_template_kwargs: Mapping[str, Any] | None = None
     ) -> list[int]:
         """Ids of a chat of several turns, each {"role": …, "content": text}, up to where the model answers. Raises UsageError."""
         if self.tokenizer is None:
             raise UsageError("this checkpoint has no tokenizer: give token ids instead of text")
-        return encode_messages(self.tokenizer, self.template, messages, think=think, template_kwargs=template_kwargs)
+        return encode_messages(self.tokenizer, self.template, messages, think=think, chat_template_kwargs=chat_template_kwargs)
 
     def session(
         self, capacity: int | None = None, settings: Settings | None = None, *, watch: bool = False, beside: Session | None = None
@@ -161,17 +163,17 @@ class Engine:
         raw: bool = False,
         system: str | None = None,
         think: bool | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         dec_prof: bool = False,
         **arguments: Any,
     ) -> Iterator[Step]:
         """Complete a prompt (text, or token ids as they are). Yields a Step per token; the last one tells why it ended and what it took.
 
-        arguments: max_tokens, temp … ignore_eos, see `prepare`. qwenc.text.prompt.encode_prompt tells what raw … template_kwargs mean;
+        arguments: max_tokens, temp … ignore_eos, see `prepare`. qwenc.text.prompt.encode_prompt tells what raw … chat_template_kwargs mean;
         dec_prof adds a TokenTiming to every step. Raises what `prepare` raises, and QwencError for logits that are not finite.
         """
         if isinstance(prompt, str):
-            prompt = self.encode_prompt(prompt, raw=raw, system=system, think=think, template_kwargs=template_kwargs)
+            prompt = self.encode_prompt(prompt, raw=raw, system=system, think=think, chat_template_kwargs=chat_template_kwargs)
         return self._steps(self.prepare(prompt, **arguments), dec_prof)
 
     def prepare(

@@ -62,12 +62,13 @@ class FakeEngine:
     def held_text(self):
         return self.script.get("held", "")
 
-    def encode_prompt(self, text, raw=False, system=None, think=None, template_kwargs=None):
-        calls.append(("encode_prompt", {"text": text, "raw": raw, "system": system, "think": think, "template_kwargs": template_kwargs}))
+    def encode_prompt(self, text, raw=False, system=None, think=None, chat_template_kwargs=None):
+        asked = {"text": text, "raw": raw, "system": system, "think": think, "chat_template_kwargs": chat_template_kwargs}
+        calls.append(("encode_prompt", asked))
         return list(range(max(1, len(text))))
 
-    def encode_messages(self, messages, think=None, template_kwargs=None):
-        calls.append(("encode_messages", {"messages": messages, "think": think, "template_kwargs": template_kwargs}))
+    def encode_messages(self, messages, think=None, chat_template_kwargs=None):
+        calls.append(("encode_messages", {"messages": messages, "think": think, "chat_template_kwargs": chat_template_kwargs}))
         if not all(isinstance(message, dict) and isinstance(message.get("content"), str) for message in messages):
             raise UsageError("message 1 must be an object with a role and a content")
         return [ord(char) for message in messages for char in message["content"]]

@@ -148,7 +148,7 @@ def test_a_line_sets_what_the_command_line_does_not(cli):
     encoded = [arguments for name, arguments in fake_engine.calls if name.startswith("encode")]
     assert [call.get("system") for call in encoded[:3]] == ["S", "T", None] and encoded[2]["raw"] is True
     assert [message["content"] for message in encoded[3]["messages"]] == ["S", "d"] and encoded[3]["think"] is True
-    assert encoded[3]["template_kwargs"] == {"x": 1} and encoded[4]["messages"][0]["content"] == "own"
+    assert encoded[3]["chat_template_kwargs"] == {"x": 1} and encoded[4]["messages"][0]["content"] == "own"
 
 
 def test_a_fresh_seed_is_told_and_repeats(cli):

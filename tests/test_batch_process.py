@@ -51,6 +51,14 @@ def resume(folder, *args):
     assert [(record["id"], record["text"]) for record in found] == [(n, f"<p{n}>") for n in range(20)]
 
 
+def test_a_signal_before_the_first_token_ends_at_once(folder):
+    process = start(folder, "in", "-o", "out", script={"delay": 25})  # as if the kernels were compiling
+    wait_for((folder / "out.settings.json").exists)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(10) == 130 and records(folder / "out") == []
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("parallel", ["1", "3"])
 def test_a_signal_finishes_the_items_at_work(folder, number, code, parallel):

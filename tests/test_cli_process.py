@@ -162,6 +162,12 @@ def test_a_line_end_is_added_on_a_terminal_only():
     assert failed[:2] == (1, "Hel\nqwenc: error: the logits of layer 3 are not finite\n")
 
 
+def test_lines_on_stderr_do_not_hang_on_the_text_of_a_terminal():
+    shown = on_terminal(["-m", "M", "--dec-prof", "hi"])[1]
+    assert shown.count("[DEC-SINGLE]") == 4 and all(line.startswith("[DEC-SINGLE]") for line in shown.splitlines() if "SINGLE" in line)
+    assert "[DEC" not in on_terminal(["-m", "M", "--dec-prof", "hi"], out_too=False)[2]
+
+
 def test_a_terminal_without_a_prompt_does_not_hang():
     code, shown, _ = on_terminal(["-m", "M"])
     assert code == 2 and shown.count("\n") == 1 and "no prompt" in shown

@@ -105,7 +105,7 @@ def test_every_setting_reaches_the_engine(cli):
     load |= {"prompt_cache": "F", "disk_kv": "D", "disk_kv_gb": 2.5}
     load |= {"sparse_min_ctx": 5, "sparse_score": "probe", "sparse_pf_min_ctx": 6, "sparse_pf_k": 7, "sparse_pf_group": 8}
     assert asked("load") == {"model": "M", **load}
-    assert asked("encode_prompt") == {"text": "hi", "raw": False, "system": "S", "think": False, "template_kwargs": {"a": [1]}}
+    assert asked("encode_prompt") == {"text": "hi", "raw": False, "system": "S", "think": False, "chat_template_kwargs": {"a": [1]}}
     generate = asked("generate")
     sampling = {name: generate.pop(name) for name in ("temp", "top_k", "top_p", "min_p", "repeat_penalty", "seed")}
     assert generate == {"max_tokens": 3, "stop": ("x", "\n"), "ignore_eos": True, "dec_prof": True}
@@ -158,7 +158,15 @@ def test_every_option_can_be_a_variable(cli):
     assert (code, err) == (0, [])
     settings = json.loads(out)["settings"]
     expected = {
-        **{"model": "E", "system": "S", "think": False, "template_kwargs": {}, "max_tokens": 3, "stop": ["two words"], "ignore_eos": True},
+        **{
+            "model": "E",
+            "system": "S",
+            "think": False,
+            "chat_template_kwargs": {},
+            "max_tokens": 3,
+            "stop": ["two words"],
+            "ignore_eos": True,
+        },
         **{
             "temp": 0.5,
             "top_k": 7,
@@ -222,7 +230,8 @@ def test_wrong_usage_is_one_line_and_exit_2(cli, args):
 def test_without_a_model_the_one_that_comes_with_qwenc_runs_and_a_line_says_so(cli):
     code, out, err = cli("hi")
     assert (code, out) == (0, "Hello wörld\n") and asked("load")["model"] == str(EMBEDDED)
-    assert "-m" in err[0] and "QWENC_MODEL" in err[0]
+    assert sum("-m" in line and "QWENC_MODEL" in line for line in err) == 1
+    assert len(cli("-f", "/nowhere")[2]) == 1, "a mistake is one line"
     assert cli("-q", "hi")[1:] == ("Hello wörld\n", [])
     for code, _, err in (cli("-m", "M", "hi"), cli("hi", env={"QWENC_MODEL": "M"})):
         assert code == 0 and asked("load")["model"] == "M" and not any("QWENC_MODEL" in line for line in err)

@@ -172,7 +172,7 @@ def test_a_template_that_fails_is_one_clear_error(source, says):
 def test_template_arguments_cannot_replace_the_chat(template, tokenizer):
     for name in ("messages", "add_generation_prompt"):
         with pytest.raises(UsageError, match=name):
-            encode_prompt(tokenizer, template, "x", template_kwargs={name: []})
+            encode_prompt(tokenizer, template, "x", chat_template_kwargs={name: []})
 
 
 def test_prompt_becomes_a_chat(template, tokenizer):
@@ -180,7 +180,7 @@ def test_prompt_becomes_a_chat(template, tokenizer):
     assert encode_prompt(tokenizer, template, "U", system="S") == template.encode(tokenizer, chat)
     assert encode_prompt(tokenizer, template, "U", think=False)[-4:] == template.encode(tokenizer, chat, NO_THINK)[-4:]
     kwargs = {"enable_thinking": False}
-    assert encode_prompt(tokenizer, template, "U", think=True, template_kwargs=kwargs) == encode_prompt(
+    assert encode_prompt(tokenizer, template, "U", think=True, chat_template_kwargs=kwargs) == encode_prompt(
         tokenizer, template, "U", think=False
     )
 
@@ -199,7 +199,7 @@ def test_empty_prompt_is_a_usage_error_and_a_space_is_not(template, tokenizer, r
 
 
 def test_chat_settings_without_a_template_are_usage_errors(template, tokenizer):
-    for extra in ({"system": "S"}, {"think": False}, {"template_kwargs": {"a": 1}}):
+    for extra in ({"system": "S"}, {"think": False}, {"chat_template_kwargs": {"a": 1}}):
         with pytest.raises(UsageError, match="has none"):
             encode_prompt(tokenizer, None, "U", **extra)
         with pytest.raises(UsageError, match="--raw"):

@@ -22,7 +22,7 @@ class Defaults:
 
     system: str | None = None
     think: bool | None = None
-    template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     raw: bool = False
     prefix: str = ""
     max_tokens: int = 256
@@ -82,7 +82,7 @@ class Runner:
     ) -> None:
         self.tally = Tally()
         self.stop = False
-        self.waiting = False  # for a line, with no item at work: the one time when nothing is lost by leaving at once
+        self._waiting = False  # for a line, with no item at work
         self._engine, self._reader, self._results = engine, reader, results
         self._form, self._defaults, self._fail_fast, self._told = form, defaults, fail_fast, told
         self._lanes = engine.lanes(count)
@@ -90,6 +90,11 @@ class Runner:
         self._pending: tuple[_Work, list[int], dict[str, Any]] | None = None  # read, and waiting for memory
         self._ended = False
         self._began: float | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is lost by leaving at once: before the first token (kernels may be compiling) and while input is awaited."""
+        return self._waiting or not self.tally.completion_tokens
 
     def run(self) -> Tally:
         """Until the input ends or `stop` is set. Raises QwencError if input or output fails."""
@@ -99,9 +104,9 @@ class Runner:
                     if not self._start(*self._pending):
                         break
                     continue
-                self.waiting = not self._lanes.working
-                line = self._reader.next(wait=self.waiting)
-                self.waiting = False
+                self._waiting = not self._lanes.working
+                line = self._reader.next(wait=self._waiting)
+                self._waiting = False
                 if not isinstance(line, Line):
                     self._ended = line is No.END
                     break
@@ -190,8 +195,8 @@ class Runner:
         """The prompt's ids. The item's own chat settings win over the defaults, and `raw` leaves those out."""
         own, defaults = item.settings, self._defaults
         kind, value = item.prompt
-        kwargs = own.get("chat_template_kwargs", defaults.template_kwargs)
-        chat: dict[str, Any] = {"think": own.get("think", defaults.think), "template_kwargs": kwargs}
+        kwargs = own.get("chat_template_kwargs", defaults.chat_template_kwargs)
+        chat: dict[str, Any] = {"think": own.get("think", defaults.think), "chat_template_kwargs": kwargs}
         system = own.get("system", defaults.system)
         if kind == "messages":
             if system is not None and not (isinstance(value[0], dict) and value[0].get("role") == "system"):

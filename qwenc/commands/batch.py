@@ -60,8 +60,6 @@ def batch(ctx: click.Context, **_values: Any) -> None:
         with interrupts, _input(values["source"]) as (source, name):
             _check_files(source, out, values)
             prefix = _prefix(values["prefix_file"], out)
-            if not common.model_given:
-                reporter.note(EMBEDDED_NOTE)
             note_idle_sampling(common.sampling, reporter)
             tally, engine = _answer(common, values, (source, name, out, prefix), interrupts, reporter)
         if not common.quiet:
@@ -86,11 +84,16 @@ def _answer(
 
     source, name, out, prefix = files
     defaults = Defaults(
-        **{field: getattr(common, field) for field in ("system", "think", "template_kwargs", "raw", "max_tokens", "stop", "ignore_eos")},
+        **{
+            field: getattr(common, field)
+            for field in ("system", "think", "chat_template_kwargs", "raw", "max_tokens", "stop", "ignore_eos")
+        },
         prefix=prefix,
         sampling=common.sampling,
     )
     with qwenc.engine.load(common.model, reporter=reporter, **common.settings) as engine:
+        if not common.model_given:
+            reporter.note(EMBEDDED_NOTE)
         reader = LineReader(source, name)
         with _results(out, _identity(engine, common, prefix), values, reporter) as results:
             progress = BatchProgress(reporter, _count(source, values), values["log_every"], interrupts.tell)
@@ -108,7 +111,7 @@ def _answer(
             try:
                 runner.run()
             except KeyboardInterrupt:
-                if not runner.waiting:
+                if not runner.idle:
                     raise
             results.settle(complete=not (interrupts.exit_code or runner.stop))
         reporter.close()
@@ -124,7 +127,7 @@ def _identity(engine: Any, common: Common, prefix: str) -> dict[str, Any]:
         **engine.identity(),
         **{name: getattr(common, name) for name in ("system", "think", "raw", "max_tokens", "stop", "ignore_eos")},
         **common.sampling,
-        "chat_template_kwargs": common.template_kwargs,
+        "chat_template_kwargs": common.chat_template_kwargs,
         "prefix_file": hashlib.sha256(prefix.encode()).hexdigest() if prefix else None,
     }
 

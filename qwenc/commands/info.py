@@ -23,14 +23,17 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=Command, short_help="Show a model's shapes, sizes, RoPE, end tokens and template.")
-@click.argument("model", type=FileName(), required=False, envvar="QWENC_MODEL")
+@click.argument("argument", metavar="[MODEL]", type=FileName(), required=False)
+@option("-m", "--model", type=FileName(), metavar="MODEL", help="The same, spelled as elsewhere (or QWENC_MODEL).")
 @json_option("Print one JSON object.")
 @option("--offline", is_flag=True, help="Never ask the Hub.")
 @quiet_option()
-def info(model: str | None, as_json: bool, offline: bool, quiet: bool) -> None:
+def info(argument: str | None, model: str | None, as_json: bool, offline: bool, quiet: bool) -> None:
     """Show what MODEL is: a checkpoint folder, a packed file or a Hub id; without one, the model that comes with qwenc. Nothing is
     converted."""
     reporter = ScreenReporter(quiet)
+    if argument is not None:
+        model = argument
     if model is None:
         reporter.note(EMBEDDED_NOTE)
     try:
@@ -57,9 +60,10 @@ class Described:
 
 def describe(model: Described) -> dict[str, Any]:
     """Everything about `model` as JSON values; sizes in bytes. packed_bytes: by every mode that it can run in."""
+    from qwenc.attention.cache import bytes_per_token
     from qwenc.checkpoint.layout import matrices, packed_tensors
     from qwenc.checkpoint.model_cache import serves
-    from qwenc.settings import WMODES
+    from qwenc.settings import KV_TYPES, WMODES
     from qwenc.text.prompt import resolve_eos
     from qwenc.text.template import find_template
     from qwenc.text.tokenizer import Tokenizer
@@ -70,7 +74,6 @@ def describe(model: Described) -> dict[str, Any]:
     weights = sum(math.prod((*matrix.stack, matrix.rows, matrix.inputs)) for matrix in matrices(config))
     runs_as = [wmode for wmode in WMODES if model.wmode is None or serves(model.wmode, wmode)]
     packed_bytes = {wmode: sum(spec.nbytes for spec in packed_tensors(config, wmode).values()) for wmode in runs_as}
-    heads = config.num_hidden_layers * 2 * config.num_key_value_heads  # K and V rows of one token
     return {
         "model": str(model.path),
         "packed": model.wmode,
@@ -92,7 +95,9 @@ def describe(model: Described) -> dict[str, Any]:
         "context": config.max_position_embeddings,
         "rope": asdict(config.rope),
         "packed_bytes": packed_bytes,
-        "kv_bytes_per_token": {"q8": heads * (config.padded_head_dim + 4), "f32": heads * config.padded_head_dim * 4},
+        "kv_bytes_per_token": {
+            kv: bytes_per_token(kv, config.num_hidden_layers, config.num_key_value_heads, config.padded_head_dim) for kv in KV_TYPES
+        },
         "eos_ids": sorted(resolve_eos(model.generation_config, model.config_json, tokenizer)),
         "chat_template": template is not None,
         "thinking_switch": template is not None and "enable_thinking" in template.source,

@@ -11,8 +11,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupts:
-    """A context manager. `runner` (set it once there is one) is told to `stop`; while there is none, or it is `waiting` with nothing at
-    work, the first signal already raises KeyboardInterrupt. exit_code: 128 + the first signal, or 0."""
+    """A context manager. `runner` (set it once there is one) is told to `stop`; while there is none, or it is `idle`, the first signal
+    already raises KeyboardInterrupt. exit_code: 128 + the first signal, or 0."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self.runner: Any = None
@@ -34,7 +34,7 @@ class Interrupts:
     def _handle(self, number: int, _frame: Any) -> None:
         again = self.exit_code != 0
         self.exit_code = self.exit_code or 128 + number
-        if again or self.runner is None or self.runner.waiting:
+        if again or self.runner is None or self.runner.idle:
             raise KeyboardInterrupt
         self.runner.stop = True
 

@@ -107,7 +107,7 @@ class Common:
     model_given: bool
     system: str | None
     think: bool | None
-    template_kwargs: dict[str, Any] | None
+    chat_template_kwargs: dict[str, Any] | None
     raw: bool
     max_tokens: int
     stop: tuple[str, ...]
@@ -157,7 +157,7 @@ def read_common(values: dict[str, Any]) -> Common:
     stops = tuple(argument_text("--stop", stop) for stop in values["stop"])
     if "" in stops:
         raise UsageError("--stop must be text of at least one character")
-    template_kwargs = template_arguments(values["chat_template_kwargs"])
+    chat_template_kwargs = template_arguments(values["chat_template_kwargs"])
     system = None if values["system"] is None else argument_text("the system prompt", values["system"])
     if values["model"] == "":
         raise UsageError("-m names no model: give it a checkpoint folder, a packed file or a Hub id")
@@ -166,7 +166,7 @@ def read_common(values: dict[str, Any]) -> Common:
         model_given=values["model"] is not None,
         system=system,
         think=values["think"],
-        template_kwargs=template_kwargs,
+        chat_template_kwargs=chat_template_kwargs,
         raw=values["raw"],
         max_tokens=values["max_tokens"],
         stop=stops,

@@ -41,8 +41,6 @@ def run(ctx: click.Context, **_values: Any) -> None:
     options = read_options(ctx)
     color = wants_color(options.color, sys.stderr)
     reporter = ScreenReporter(options.quiet, options.verbose, color)
-    if not options.model_given:
-        reporter.note(EMBEDDED_NOTE)
     import qwenc.engine
     from qwenc.sampling import SamplingParams
 
@@ -53,6 +51,8 @@ def run(ctx: click.Context, **_values: Any) -> None:
     note_idle_sampling(options.sampling, reporter)
     try:
         with qwenc.engine.load(options.model, reporter=reporter, **options.settings) as engine:
+            if not options.model_given:
+                reporter.note(EMBEDDED_NOTE)
             outcome = _generate(engine, options, sampling, reporter)
             record = _record(outcome, engine, options, sampling)
             _print_end(outcome, record, options)
@@ -78,7 +78,7 @@ def note_idle_sampling(sampling: dict[str, Any], reporter: ScreenReporter) -> No
 
 def _generate(engine: Any, options: RunOptions, sampling: Any, reporter: ScreenReporter) -> Outcome:
     """Runs to the end or to Ctrl-C, printing as it goes unless the options say otherwise."""
-    chat = {"system": options.system, "think": options.think, "template_kwargs": options.template_kwargs}
+    chat = {"system": options.system, "think": options.think, "chat_template_kwargs": options.chat_template_kwargs}
     ids = engine.encode_prompt(options.prompt, raw=options.raw, **chat)
     reporter.detail(f"prompt of {len(ids)} tokens, context of {engine.context_size}; ends at ids {sorted(engine.eos_ids)}")
     outcome = Outcome(prompt_tokens=len(ids))
@@ -143,7 +143,7 @@ def _report(outcome: Outcome, engine: Any, color: bool) -> None:
 
 def _record(outcome: Outcome, engine: Any, options: RunOptions, sampling: Any) -> dict[str, Any]:
     """The object that --json prints."""
-    chat = {"raw": options.raw, "system": options.system, "think": options.think, "template_kwargs": options.template_kwargs}
+    chat = {"raw": options.raw, "system": options.system, "think": options.think, "chat_template_kwargs": options.chat_template_kwargs}
     generation = {"max_tokens": options.max_tokens, "stop": list(options.stop), "ignore_eos": options.ignore_eos, "echo": options.echo}
     resolved = {"threads": engine.threads, "cores": list(engine.cores), "ctx_size": engine.context_size}
     return {

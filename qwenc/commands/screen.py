@@ -12,6 +12,7 @@ from typing import IO, Any
 
 from qwenc.errors import QwencError
 
+_line_is_open = False  # the text on stdout, seen on the same terminal as stderr, has not come to its line end
 WIDE_SPACES = "\u00a0\u3000"  # harmless, though Python calls them unprintable
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
@@ -27,10 +28,13 @@ def write_out(data: str | bytes) -> None:
     stream: Any = getattr(sys.stdout, "buffer", None)
     if stream is None:
         raise QwencError("cannot write the output: stdout is closed")
+    global _line_is_open
     try:
         sys.stdout.flush()
         _write_all(stream, data)
         stream.flush()
+        if data:
+            _line_is_open = not data.endswith(b"\n")
     except BrokenPipeError:
         silence(sys.stdout)
         raise ClosedPipe from None
@@ -40,10 +44,17 @@ def write_out(data: str | bytes) -> None:
 
 
 def say(text: str, dim: bool = False) -> None:
-    """One line to stderr; control characters in `text` are spelled out. Never raises: where nobody listens, nothing is said."""
+    """One line to stderr; control characters in `text` are spelled out. Never raises: where nobody listens, nothing is said.
+
+    Where the model's text stands on the same terminal, unfinished, the line begins a new one.
+    """
+    global _line_is_open
     if sys.stderr is None:
         return
     line = one_line(text)
+    if _line_is_open and is_terminal(sys.stdout) and is_terminal(sys.stderr):
+        sys.stderr.write("\n")
+        _line_is_open = False
     try:
         sys.stderr.write(f"{DIM}{line}{PLAIN}\n" if dim else f"{line}\n")
         sys.stderr.flush()

@@ -144,7 +144,9 @@ class Quality:
         self.source = text.source
         reference = asdict(self.plan.arms[0].settings) | {"threads": None, "pin": True, "offline": False, "ctx_size": None}
         conditions = {"model": identity(engine), "scored": self.plan.scored, "settings": reference}
-        self.references.open(conditions | {"wmode": engine.wmode, "text": text.digest, "chunks": self.plan.chunks, "stride": self.plan.stride})
+        self.references.open(
+            conditions | {"wmode": engine.wmode, "text": text.digest, "chunks": self.plan.chunks, "stride": self.plan.stride}
+        )
         return text
 
     # ---- one piece of the text ---------------------------------------------------------------------------------------------------

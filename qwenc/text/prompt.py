@@ -18,19 +18,19 @@ def encode_prompt(
     raw: bool = False,
     system: str | None = None,
     think: bool | None = None,
-    template_kwargs: Mapping[str, Any] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Ids of a one-turn chat, or of the text alone with raw=True or without a template. Never empty. Raises UsageError.
 
     A raw prompt is the user's own whole input: control tokens in it count, and the tokenizer's start token is put before it if it has
-    one. In a chat, control tokens in `text` and `system` are plain text. `template_kwargs` win over `think`.
+    one. In a chat, control tokens in `text` and `system` are plain text. `chat_template_kwargs` win over `think`.
     """
     if not text:
         raise UsageError("the prompt is empty")
     _refuse_surrogates("prompt", text)
     _refuse_surrogates("system prompt", system or "")
     if raw or template is None:
-        if system is not None or think is not None or template_kwargs:
+        if system is not None or think is not None or chat_template_kwargs:
             why = "--raw leaves it out" if raw else "this checkpoint has none"
             raise UsageError(f"a system prompt, thinking and template arguments need the chat template: {why}")
         ids = tokenizer.encode_with_bos(text)
@@ -39,7 +39,7 @@ def encode_prompt(
         if system is not None:
             turns.insert(0, {"role": "system", "content": system})
         variables: dict[str, Any] = {} if think is None else {"enable_thinking": think}
-        ids = template.encode(tokenizer, turns, variables | dict(template_kwargs or {}))
+        ids = template.encode(tokenizer, turns, variables | dict(chat_template_kwargs or {}))
     if not ids:
         raise UsageError("the prompt is empty: it holds no token")
     return ids
@@ -51,7 +51,7 @@ def encode_messages(
     messages: Sequence[Mapping[str, Any]],
     *,
     think: bool | None = None,
-    template_kwargs: Mapping[str, Any] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Ids of a chat of several turns, up to where the model answers. Never empty. Raises UsageError.
 
@@ -68,7 +68,7 @@ def encode_messages(
             raise UsageError(f"the content of message {place} must be text")
         _refuse_surrogates(f"content of message {place}", message["content"])
     variables: dict[str, Any] = {} if think is None else {"enable_thinking": think}
-    ids = template.encode(tokenizer, messages, variables | dict(template_kwargs or {}))
+    ids = template.encode(tokenizer, messages, variables | dict(chat_template_kwargs or {}))
     if not ids:
         raise UsageError("the messages hold no token")
     return ids
