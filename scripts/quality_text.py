@@ -19,8 +19,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from embedded_data import prose, read_verses
+
 import qwenc
-from scripts.embedded_data import prose, read_verses
 
 LICENCES = [Path("/usr/share/common-licenses") / name for name in ("GPL-3", "GPL-2")]
 LETTERS = ("Rom", "Heb")
