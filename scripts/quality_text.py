@@ -51,8 +51,10 @@ def documents() -> list[str]:
 
 
 def first_tokens(engine: qwenc.Engine, text: str, tokens: int) -> str:
-    """As much of `text` as takes `tokens` tokens; a document that is shorter is a ValueError."""
+    """As much of `text` as takes `tokens` tokens. Raises ValueError for a document that is shorter, or a model without a tokenizer."""
     ids = engine.encode_prompt(text, raw=True)
+    if engine.tokenizer is None:
+        raise ValueError("a model without a tokenizer")
     if len(ids) < tokens:
         raise ValueError(f"a document of {len(ids)} tokens, {tokens} are needed")
     return engine.tokenizer.decode(ids[:tokens])
