@@ -24,6 +24,7 @@ F32 = ir.FloatType()
 F32X16 = ir.VectorType(F32, LANES)
 I32X16 = ir.VectorType(I32, LANES)
 
+AVX2_SUMS = 4  # of all 16 lanes, two registers each: half of the 16
 NEON_SUMS = 16  # of 32 registers: the others hold what is multiplied
 SMALL, SMALL_BITS = 12582912.0, 0x4B400000  # 1.5·2^23 as a float and its bits
 
@@ -57,6 +58,24 @@ class Emitter:
             return [self]
         at_once = max(1, min(self.parts, NEON_SUMS // sums))
         return [Emitter(self.b, self.level, self.places[i : i + at_once]) for i in range(0, self.parts, at_once)]
+
+    def batches(self, sums: int) -> list[range]:
+        """The numbers of `sums` sums that a tile does one after the other: on AVX2 as many at a time as stay in registers."""
+        at_once = AVX2_SUMS if self.level.few_registers else sums
+        return [range(first, min(sums, first + at_once)) for first in range(0, sums, at_once)]
+
+    def settle(self, wides: Sequence[Wide]) -> list[Wide]:
+        """The same values, which LLVM must have made before it goes on. Left to itself it finishes one native vector before it begins the
+        next, and keeps all factors of the first on the stack for it where registers are few."""
+        if not self.level.few_registers:
+            return list(wides)
+        values = [part for wide in wides for part in wide]
+        kinds = [value.type for value in values]
+        tied = ",".join(["=x"] * len(values) + [str(i) for i in range(len(values))])
+        nothing = ir.InlineAsm(ir.FunctionType(ir.LiteralStructType(kinds), kinds), "", tied)
+        made = self.b.call(nothing, values)
+        parts = [self.b.extract_value(made, i) for i in range(len(values))]
+        return [parts[i : i + self.parts] for i in range(0, len(parts), self.parts)]
 
     # ---- memory -------------------------------------------------------------------------------------------------------
     def at(self, pointer: Value, offset: Value | int) -> Value:

@@ -32,6 +32,11 @@ class Level:
         return self.name in ("avx512", "avxvnni")
 
     @property
+    def few_registers(self) -> bool:
+        """Whether there are 16 registers only, and instructions that name them x."""
+        return self.name in ("avx2", "avxvnni")
+
+    @property
     def signed_bias(self) -> int:
         """What a signed dot product adds per unit of Σx, because weights go in as code + 128: its sum must start at −bias·Σx."""
         return 128 if self.vnni else 0

@@ -5,7 +5,7 @@ Each `make_*` returns a Numba intrinsic for one tile size. Arguments named `*_at
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,13 +26,19 @@ PIECES_TOP = np.float32(16319.0)  # 128·127 + 63: the largest value in two sign
 # ---- linear: y[t, row] = Σ_k w[row, k]·x[t, k] for 16 rows ------------------------------------------------------------------
 def _linear_q4_group(e: Emitter, at: Callable[[str], Value], tokens: int) -> list[Wide]:
     """Sums of one group of 32, as floats: (code − 8)·x, by the offset −8·Σx that the activations carry."""
-    offsets = [e.small_start(e.load_splat(at("xo"), 4 * t, e.i32)) for t in range(tokens)]
+    return [total for which in e.batches(tokens) for total in _some_q4_sums(e, at, tokens, which)]
+
+
+def _some_q4_sums(e: Emitter, at: Callable[[str], Value], tokens: int, which: Sequence[int]) -> list[Wide]:
+    """Those of the tokens `which`."""
+    offsets = [e.small_start(e.load_splat(at("xo"), 4 * t, e.i32)) for t in which]
     acc = [e.nibble_start(offset) for offset in offsets]
     for j in range(4):
         codes = e.load(at("codes"), e.i8, 64 * j)
         for half, nibbles in ((j, e.low_nibbles(codes)), (j + 4, e.high_nibbles(codes))):
-            for t in range(tokens):
-                acc[t] = e.dot_nibbles(acc[t], nibbles, e.load_word(at("x"), half * tokens + t, 8 * tokens, e.i8))
+            for i, t in enumerate(which):
+                acc[i] = e.dot_nibbles(acc[i], nibbles, e.load_word(at("x"), half * tokens + t, 8 * tokens, e.i8))
+            acc = e.settle(acc)
     return [e.small_to_float(e.nibble_sum(a, offset)) for a, offset in zip(acc, offsets, strict=True)]
 
 
@@ -43,8 +49,13 @@ def _linear_q8_group(e: Emitter, at: Callable[[str], Value], tokens: int) -> lis
 
 def _linear_q8_sums(e: Emitter, at: Callable[[str], Value], tokens: int, start: Callable[[Wide], Wide]) -> list[Wide]:
     """The same as integers, on top of start(0)."""
+    return [total for which in e.batches(tokens) for total in _some_q8_sums(e, at, tokens, which, start)]
+
+
+def _some_q8_sums(e: Emitter, at: Callable[[str], Value], tokens: int, which: Sequence[int], start: Callable[[Wide], Wide]) -> list[Wide]:
+    """Those of the tokens `which`."""
     acc = []
-    for t in range(tokens):
+    for t in which:
         if e.level.signed_bias:  # the carried offset is −8·Σx, wanted here is −bias·Σx
             offset = e.load_splat(at("xo"), 4 * t, e.i32)
             acc.append(start(e.each(e.b.mul, offset, e.constant(e.i32, e.level.signed_bias // 8))))
@@ -52,8 +63,9 @@ def _linear_q8_sums(e: Emitter, at: Callable[[str], Value], tokens: int, start: 
             acc.append(start(e.constant(e.i32, 0)))
     for j in range(8):
         codes = e.prepare_signed(e.load(at("codes"), e.i8, 64 * j))
-        for t in range(tokens):
-            acc[t] = e.dot_signed(acc[t], codes, e.load_word(at("x"), j * tokens + t, 8 * tokens, e.i8))
+        for i, t in enumerate(which):
+            acc[i] = e.dot_signed(acc[i], codes, e.load_word(at("x"), j * tokens + t, 8 * tokens, e.i8))
+        acc = e.settle(acc)
     return acc
 
 
