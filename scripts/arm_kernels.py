@@ -3,10 +3,10 @@
 
     python scripts/arm_kernels.py build FOLDER --cpu cortex-a76     compile here, for that CPU: FOLDER/NAME.o, and arguments
     python scripts/arm_kernels.py run FOLDER                        in an emulated Python with NumPy: NAME.so on the arguments
-    QWENC_SIMD=avx2 python scripts/arm_kernels.py compare FOLDER    run them here, and compare
+    QWENC_SIMD=plain python scripts/arm_kernels.py compare FOLDER   run them here, and compare
 
-Compiling under emulation takes minutes, this a second. `scripts/arm_check.sh` does all three, and links NAME.so in between. AVX2 has matrix
-tiles of 4 tokens, as Arm has.
+Compiling under emulation takes minutes, this a second. `scripts/arm_check.sh` does all three, and links NAME.so in between. Plain
+code takes its numbers in the form in which Arm has them: matrix tiles of 4 tokens, and two bytes for a number of 15 bits.
 """
 
 from __future__ import annotations

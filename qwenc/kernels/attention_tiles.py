@@ -2,7 +2,8 @@
 
 Keys and values lie in tiles of 16 tokens. A call is given a list of tiles, `at`: the number of each tile's first token in the cache
 array, so the tiles may lie anywhere. A query is held as 15 bits in two signed bytes, q ≈ scale·(128·high + low), a probability as 14 bits
-in two bytes below 128: two dot products each, with an error far below that of 8-bit keys and values.
+in two bytes below 128: two dot products each, with an error far below that of 8-bit keys and values. On AVX2 both lie in 16-bit words
+instead, which `vpmaddwd` multiplies: the same sums.
 
 While a few rows read the cache (decode), memory is what they wait for, so each loop asks ahead for what is read next.
 """
@@ -28,7 +29,8 @@ ROW_BYTES = 32  # a query strip, or the probabilities of a tile, of one row: two
 
 def _int8_cell(e: Emitter, codes: list[Value], strip: Value, cell: int) -> Wide:
     """A cell (4 dimensions of 16 keys) of a strip of int8 keys. Key tile: [head_dim/4][16 keys][4 dims]."""
-    return e.prepare_signed(e.load(e.at(codes[0], e.b.mul(strip, I64(4 * LINE))), e.i8, LINE * cell))
+    pointer = e.at(codes[0], e.b.mul(strip, I64(4 * LINE)))
+    return e.load_words(pointer, LINE * cell) if e.level.words else e.prepare_signed(e.load(pointer, e.i8, LINE * cell))
 
 
 def _plane_cell(e: Emitter, codes: list[Value], strip: Value, cell: int) -> Wide:
@@ -60,15 +62,20 @@ def make_scores(kind: str, rows: int, ahead_lines: int = 0, tiles: int = 1) -> A
     """tile(codes, lower, scales, at, at_i, strips, q, q_at, qs, qo, row_at, ahead, s, s_at, s_step): scores of `rows` queries against the
     16 keys of the tile at[at_i], or of `tiles` tiles that lie side by side from there on.
 
-    strips = head_dim/16. q int8 [strip][rows][pieces][16]; qs float32 scale per row. int8: scales float32 per key, qo int32 [row][2] is
+    strips = head_dim/16. q int8 [strip][rows][pieces][16], or for int8 keys words [strip][rows][16]; qs
+    float32 scale per row. int8: scales float32 per key, qo int32 [row][2] is
     −bias·Σ of each piece. q4, plane: qo float32 [row], added to the result; scales is not looked at. lower: the lower plane of q4.
     ahead: the array that is read next of the same tile (values), of which a strip takes ahead_lines cache lines.
     Writes s[s_at + r·s_step + key] (float32).
     """
     strip_bytes, pieces, cell_of = KEYS[kind]
+    row_bytes = LANES * pieces  # of a strip of a query
+    words = pieces == 2 and LEVEL.words
+    if words:
+        pieces = 1
     count = rows * pieces
     lifts = sorted(set(LIFTS[kind]))
-    chains = _chains(count * tiles) if lifts == [0] else len(lifts)
+    chains = _chains((2 if words else 1) * count * tiles) if lifts == [0] else len(lifts)
     chain_of = [cell % chains if lifts == [0] else lifts.index(lift) for cell, lift in enumerate(LIFTS[kind])]
 
     @intrinsic
@@ -90,23 +97,25 @@ def make_scores(kind: str, rows: int, ahead_lines: int = 0, tiles: int = 1) -> A
             zero = e.constant(e.i32, 0)
             qo_p = pointer_to(context, builder, sig.args[9], qo_v, builder.mul(row_v, I64(2)) if kind == "int8" else row_v)
             start = lambda i: e.load_splat(qo_p, 4 * (i % count), e.i32) if kind == "int8" and i < tiles * count else zero  # noqa: E731
-            sums = Accumulators(e, e.i32, chains * tiles * count, start=start)
-            dot = e.dot_signed if kind == "int8" else e.dot_small
+            sums = Accumulators(e, e.i32, chains * tiles * count, start=None if words else start, halves=2 if words else 1)
+            dot = e.dot_words if words else e.dot_signed if kind == "int8" else e.dot_small
             with cgutils.for_range(builder, strips_v) as loop:
                 for line in range(ahead_lines):
                     e.prefetch(e.at(ahead_p, builder.add(builder.mul(loop.index, I64(LINE * ahead_lines)), I64(LINE * line))))
-                strip = e.at(q_p, builder.mul(loop.index, I64(count * LANES)))
+                strip = e.at(q_p, builder.mul(loop.index, I64(rows * row_bytes)))
                 for cell in range(4):
                     of_cell = [cell_of(e, of_tile, loop.index, cell) for of_tile in planes]
                     for i in range(count):
-                        x = e.load_word(strip, LANES // 4 * i + cell, LANES // 4 * count, e.i8)
+                        place = LANES // 4 * i + cell
+                        x = e.load_quad(strip, place) if words else e.load_word(strip, place, LANES // 4 * count, e.i8)
                         for j in range(tiles):
                             slot = (chain_of[cell] * tiles + j) * count + i
                             sums.set(slot, dot(sums.get(slot), of_cell[j], x))
-            whole = [sums.get(i) for i in range(tiles * count)]
+            total = (lambda i: e.word_sums(sums.get(i))) if words else sums.get
+            whole = [total(i) for i in range(tiles * count)]
             for i in range(tiles * count, chains * tiles * count):
                 lift = 0 if lifts == [0] else lifts[i // (tiles * count)]
-                part = e.each(builder.ashr, sums.get(i), e.constant(e.i32, lift)) if lift else sums.get(i)
+                part = e.each(builder.ashr, total(i), e.constant(e.i32, lift)) if lift else total(i)
                 whole[i % (tiles * count)] = e.each(builder.add, whole[i % (tiles * count)], part)
             qs_p = pointer_to(context, builder, sig.args[8], qs_v, row_v)
             key_scale = pointer_to(context, builder, sig.args[2], scales_v, key) if kind == "int8" else None
@@ -130,13 +139,15 @@ def make_scores(kind: str, rows: int, ahead_lines: int = 0, tiles: int = 1) -> A
 
 def _int8_values(e: Emitter, pointer: Value, cell: int, strips: int) -> list[Wide]:
     """4 keys × 16 dimensions of each strip. Value tile: [head_dim/16][4 cells][16 dims][4 keys]."""
-    return [e.load(pointer, e.i8, LINE * (4 * strip + cell)) for strip in range(strips)]
+    places = [LINE * (4 * strip + cell) for strip in range(strips)]
+    return [e.load_words(pointer, place) if e.level.words else e.load(pointer, e.i8, place) for place in places]
 
 
 def _q4_values(e: Emitter, pointer: Value, cell: int, strips: int) -> list[Wide]:
     """The same of 4-bit codes: [head_dim/32][4 cells][16][4 keys], dimension d of a group in the low half, d + 16 in the high half."""
     codes = e.load(pointer, e.i8, LINE * cell)
-    return [e.low_nibbles(codes), e.high_nibbles(codes)]
+    halves = [e.low_nibbles(codes), e.high_nibbles(codes)]
+    return [e.small_words(half) for half in halves] if e.level.words else halves
 
 
 VALUES: dict[str, tuple[int, Callable[..., list[Wide]]]] = {"int8": (256, _int8_values), "q4": (128, _q4_values)}
@@ -152,7 +163,8 @@ def make_values(kind: str, rows: int, strips: int, ahead_strip: tuple[int, ...] 
     """tile(v, at, at_i, tiles, tile_bytes, strip, p, p_at, ps, decay, add, row_at, ahead, ahead_2, all_strips, o, o_at, o_step):
     o = decay·o + ps·Σ p·v over the keys of `tiles` tiles, for `strips` strips from `strip` on.
 
-    tile_bytes: of v in one tile. p uint8 [tile][rows][2 pieces][16 keys]; ps, decay float32 per row; add: float32 per row, added to every
+    tile_bytes: of v in one tile. p uint8 [tile][rows][2 pieces][16 keys], or words [tile][rows][16 keys];
+    ps, decay float32 per row; add: float32 per row, added to every
     dimension (q4), or None. ahead, ahead_2: the arrays that are read next (keys), of the tiles at[at_i + 16 …]; a strip takes ahead_strip
     bytes of each.
     o float32: o[o_at + r·o_step + 16·strip' + dim].
@@ -170,7 +182,9 @@ def make_values(kind: str, rows: int, strips: int, ahead_strip: tuple[int, ...] 
             first = builder.mul(strip_v, I64(strip_bytes))  # a strip of q4 is half a group
             for e in Emitter(builder).slices(strips * rows * 2):
                 ahead_bytes = ahead_strip if e.places[0] == 0 else ()  # once
-                sums = Accumulators(e, e.i32, strips * rows * 2)
+                words = e.level.words
+                count = rows if words else 2 * rows
+                sums = Accumulators(e, e.i32, strips * count, halves=2 if words else 1)
                 with cgutils.for_range(builder, tiles_v) as loop:
                     item = builder.add(at_i_v, loop.index)
                     tile_of = builder.sdiv(_list_item(context, builder, sig.args[1], at_v, item), I64(LANES))
@@ -188,18 +202,23 @@ def make_values(kind: str, rows: int, strips: int, ahead_strip: tuple[int, ...] 
                     row_p = e.at(p_p, builder.mul(loop.index, I64(rows * ROW_BYTES)))
                     for cell in range(4):
                         dims = values_of(e, v_p, cell, strips)
-                        for i in range(2 * rows):
-                            x = e.load_word(row_p, LANES // 4 * i + cell, LANES // 4 * rows * 2, e.i8)
+                        for i in range(count):
+                            place = LANES // 4 * i + cell
+                            x = e.load_quad(row_p, place) if words else e.load_word(row_p, place, LANES // 4 * count, e.i8)
                             for j in range(strips):
-                                slot = j * 2 * rows + i
-                                sums.set(slot, e.dot_small(sums.get(slot), x, dims[j]))
+                                slot = j * count + i
+                                more = e.dot_words(sums.get(slot), dims[j], x) if words else e.dot_small(sums.get(slot), x, dims[j])
+                                sums.set(slot, more)
                 ps_p = pointer_to(context, builder, sig.args[8], ps_v, row_v)
                 decay_p = pointer_to(context, builder, sig.args[9], decay_v, row_v)
                 for r in range(rows):
                     scale, fade = e.load_splat(ps_p, 4 * r, e.f32), e.load_splat(decay_p, 4 * r, e.f32)
                     for j in range(strips):
-                        slot = (j * rows + r) * 2
-                        product = e.to_float(two_pieces(e, sums.get(slot), sums.get(slot + 1)))
+                        if words:
+                            whole = e.word_sums(sums.get(j * rows + r))
+                        else:
+                            whole = two_pieces(e, *(sums.get((j * rows + r) * 2 + piece) for piece in range(2)))
+                        product = e.to_float(whole)
                         target = builder.add(builder.add(o_at_v, I64(16 * j)), builder.mul(step_v, I64(r)))
                         o_p = pointer_to(context, builder, sig.args[15], o_v, target)
                         old = e.each(builder.fmul, e.load(o_p, e.f32), fade)

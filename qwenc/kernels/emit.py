@@ -52,30 +52,37 @@ class Emitter:
         self.f32 = ir.VectorType(F32, level.vector_bytes // 4)
 
     def slices(self, sums: int) -> list[Emitter]:
-        """What a tile does one after the other, when one lane takes `sums` sums: on Arm as many native vectors at a time as leave their
-        sums in half of the registers, elsewhere all at once."""
-        if self.level.name != "neon":
-            return [self]
-        at_once = max(1, min(self.parts, NEON_SUMS // sums))
+        """What a tile does one after the other, when one lane takes `sums` sums: as many native vectors at a time as leave their sums in
+        half of the registers; on AVX-512 there is only one."""
+        room = NEON_SUMS if self.level.name == "neon" else 2 * AVX2_SUMS if self.level.few_registers else sums * self.parts
+        return self._split(max(1, min(self.parts, room // sums)))
+
+    def singles(self) -> list[Emitter]:
+        """Native vectors one by one on Arm, where many small ones leave no room for all; elsewhere all at once."""
+        return self._split(1) if self.level.name == "neon" else [self]
+
+    def _split(self, at_once: int) -> list[Emitter]:
         return [Emitter(self.b, self.level, self.places[i : i + at_once]) for i in range(0, self.parts, at_once)]
 
-    def batches(self, sums: int) -> list[range]:
-        """The numbers of `sums` sums that a tile does one after the other: on AVX2 as many at a time as stay in registers."""
-        at_once = AVX2_SUMS if self.level.few_registers else sums
+    def batches(self, sums: int, halves: int = 1) -> list[range]:
+        """The numbers of `sums` sums, of `halves` as many registers each, that a tile does one after the other: on AVX2 as many at a time
+        as stay in registers."""
+        at_once = AVX2_SUMS // halves if self.level.few_registers else sums
         return [range(first, min(sums, first + at_once)) for first in range(0, sums, at_once)]
 
     def settle(self, wides: Sequence[Wide]) -> list[Wide]:
         """The same values, which LLVM must have made before it goes on. Left to itself it finishes one native vector before it begins the
         next, and keeps all factors of the first on the stack for it where registers are few."""
-        if not self.level.few_registers:
-            return list(wides)
         values = [part for wide in wides for part in wide]
+        if not self.level.few_registers or len(values) == 1:
+            return list(wides)
+        size = len(wides[0])
         kinds = [value.type for value in values]
         tied = ",".join(["=x"] * len(values) + [str(i) for i in range(len(values))])
         nothing = ir.InlineAsm(ir.FunctionType(ir.LiteralStructType(kinds), kinds), "", tied)
         made = self.b.call(nothing, values)
         parts = [self.b.extract_value(made, i) for i in range(len(values))]
-        return [parts[i : i + self.parts] for i in range(0, len(parts), self.parts)]
+        return [parts[i : i + size] for i in range(0, len(parts), size)]
 
     # ---- memory -------------------------------------------------------------------------------------------------------
     def at(self, pointer: Value, offset: Value | int) -> Value:
@@ -238,6 +245,37 @@ class Emitter:
             return self._maddubs_wide(acc, small, signed)
         return self._dot_generic(acc, small, signed)
 
+    # Where `level.words`: numbers of up to 15 bits times bytes. A sum of 16 lanes then takes two 32-bit lanes each.
+    def load_words(self, pointer: Value, offset: int = 0) -> Wide:
+        """64 signed bytes at pointer + offset as 16-bit words, in twice as many native vectors."""
+        half = self.level.vector_bytes // 2
+        starts = [offset + place * self.level.vector_bytes + part for place in self.places for part in (0, half)]
+        return [self.b.sext(self._load_one(self.at(pointer, start), ir.VectorType(I8, half)), self.i16) for start in starts]
+
+    def small_words(self, codes: Wide) -> Wide:
+        """Bytes up to 127 as 16-bit words, likewise."""
+        half = self.level.vector_bytes // 2
+        masks = [ir.Constant(ir.VectorType(I32, half), list(range(first, first + half))) for first in (0, half)]
+        return [self.b.zext(self.b.shuffle_vector(part, part, mask), self.i16) for part in codes for mask in masks]
+
+    def load_quad(self, pointer: Value, index: int) -> Wide:
+        """The four 16-bit words number `index` at `pointer` in every 64 bits."""
+        four = self.b.load(self.b.bitcast(self.at(pointer, 8 * index), I64.as_pointer()), align=1)
+        every = self.splat(four, ir.VectorType(I64, self.level.vector_bytes // 8))
+        return [self.b.bitcast(every[0], self.i16)] * (2 * self.parts)
+
+    def dot_words(self, acc: Wide, words: Wide, quad: Wide) -> Wide:
+        """acc + products of words and a quad, added in pairs: two 32-bit lanes for each of the 16."""
+        name, kinds = "llvm.x86.avx2.pmadd.wd", [self.i16] * 2
+        return self.each(lambda a, w, q: self.b.add(a, self.b.call(self._function(name, self.i32, kinds), [w, q])), acc, words, quad)
+
+    def word_sums(self, acc: Wide) -> Wide:
+        """What `dot_words` added, 16 lanes."""
+        count = self.i32.count
+        even, odd = (ir.Constant(ir.VectorType(I32, count), list(range(first, 2 * count, 2))) for first in (0, 1))
+        both = zip(acc[::2], acc[1::2], strict=True)
+        return [self.b.add(self.b.shuffle_vector(x, y, even), self.b.shuffle_vector(x, y, odd)) for x, y in both]
+
     # 4-bit codes (0..15) leave room for all 16 products of a 16-bit lane: AVX2 widens once per group of 32 instead of once per product
     def nibble_start(self, offset: Wide) -> Wide:
         """An accumulator for `dot_nibbles` whose sum will include `offset` (i32 lanes)."""
@@ -307,12 +345,13 @@ def two_pieces(e: Emitter, high: Wide, low: Wide) -> Wide:
 
 
 class Accumulators:
-    """`count` wide sums that live across a loop: stack slots, which LLVM turns into registers."""
+    """`count` wide sums that live across a loop: stack slots, which LLVM turns into registers. halves: native vectors of each, for as many
+    lanes as one of the others has."""
 
-    def __init__(self, e: Emitter, kind: ir.VectorType, count: int, start: Callable[[int], Wide] | None = None):
+    def __init__(self, e: Emitter, kind: ir.VectorType, count: int, start: Callable[[int], Wide] | None = None, halves: int = 1):
         self.e = e
-        zero = e.constant(kind, 0)
-        self.slots = [[cgutils.alloca_once(e.b, kind) for _ in range(e.parts)] for _ in range(count)]
+        zero = e.constant(kind, 0) * halves
+        self.slots = [[cgutils.alloca_once(e.b, kind) for _ in range(halves * e.parts)] for _ in range(count)]
         for i in range(count):
             self.set(i, start(i) if start else zero)
 

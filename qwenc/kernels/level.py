@@ -37,6 +37,11 @@ class Level:
         return self.name in ("avx2", "avxvnni")
 
     @property
+    def words(self) -> bool:
+        """Whether numbers of 14 or 15 bits lie in 16-bit words (vpmaddwd) and not in two bytes each."""
+        return self.name == "avx2"
+
+    @property
     def signed_bias(self) -> int:
         """What a signed dot product adds per unit of Σx, because weights go in as code + 128: its sum must start at −bias·Σx."""
         return 128 if self.vnni else 0

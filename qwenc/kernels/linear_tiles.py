@@ -13,7 +13,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from qwenc.kernels.emit import I64, LANES, NEON_SUMS, Accumulators, Emitter, Value, Wide, two_pieces
+from qwenc.kernels.emit import I64, LANES, Accumulators, Emitter, Value, Wide, two_pieces
 from qwenc.kernels.simd import pointer_to
 
 # Bytes of codes that one token's matrices are fetched ahead: a page, since the core's own prefetcher stops at the end of each. It makes
@@ -70,9 +70,22 @@ def _some_q8_sums(e: Emitter, at: Callable[[str], Value], tokens: int, which: Se
 
 
 def _linear_q8_fine_group(e: Emitter, at: Callable[[str], Value], tokens: int) -> list[Wide]:
-    """The same for activations in two pieces: as if there were twice as many tokens, joined at the end."""
+    """The same for activations in two pieces: as if there were twice as many tokens, joined at the end. Or in words."""
+    if e.level.words:
+        return [e.to_float(total) for which in e.batches(tokens, halves=2) for total in _some_word_sums(e, at, tokens, which)]
     acc = _linear_q8_sums(e, at, 2 * tokens, lambda zero: zero)
     return [e.to_float(two_pieces(e, acc[2 * t], acc[2 * t + 1])) for t in range(tokens)]
+
+
+def _some_word_sums(e: Emitter, at: Callable[[str], Value], tokens: int, which: Sequence[int]) -> list[Wide]:
+    """The same as integers where activations are words, for the tokens `which`."""
+    acc = [e.constant(e.i32, 0) * 2 for _ in which]
+    for j in range(8):
+        codes = e.load_words(at("codes"), 64 * j)
+        for i, t in enumerate(which):
+            acc[i] = e.dot_words(acc[i], codes, e.load_quad(at("x"), j * tokens + t))
+        acc = e.settle(acc)
+    return [e.word_sums(a) for a in acc]
 
 
 # format -> bytes of a group of 16 rows × 32 inputs, pieces of an activation, sums of a group
@@ -83,7 +96,8 @@ def make_linear(fmt: str, tokens: int, ahead: int = 0) -> Any:
     """tile(codes, codes_at, scales, scales_at, x, xs, xo, tile_at, groups, out, out_at): 16 rows × `tokens` tokens.
 
     codes, scales: one row tile of the packed format (docs/architecture.md), `groups` groups of 32.
-    x int8 [tile][groups][8 cells][tokens][pieces][4], xs float32 [tile][groups][tokens], xo int32 (−8·Σx) [tile][groups][tokens][pieces];
+    x int8 [tile][groups][8 cells][tokens][pieces][4] (q8 where the level has words: int16
+    [tile][groups][8 cells][tokens][4]), xs float32 [tile][groups][tokens], xo int32 (−8·Σx) [tile][groups][tokens][pieces];
     tile_at picks the token tile. Writes out[out_at + 16·t + row] (float32). ahead: bytes of codes to ask for ahead of those in use.
     """
     group_bytes, pieces, sum_group = QUANTISED[fmt]
@@ -102,7 +116,7 @@ def make_linear(fmt: str, tokens: int, ahead: int = 0) -> Any:
                 "xo": (pointer_to(context, builder, sig.args[6], xo_v, builder.mul(first, I64(pieces))), 4 * tokens * pieces),
             }
             # the float sums stay in registers; of the integer sums only those of one native vector find room beside them
-            slices = [(part, Accumulators(part, e.f32, tokens)) for part in e.slices(NEON_SUMS)]
+            slices = [(part, Accumulators(part, e.f32, tokens)) for part in e.singles()]
             with cgutils.for_range(builder, groups_v) as loop:
                 pointers = {name: e.at(base, builder.mul(loop.index, I64(step))) for name, (base, step) in bases.items()}
                 if ahead:

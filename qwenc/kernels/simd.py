@@ -198,11 +198,15 @@ def store_cells(typingctx, array, index, step, vector):
 def store_two_pieces(typingctx, array, index, step, vector, sums, sums_at):
     """Round 16 floats within ±16319 to integers n = 128·high + low, low in −64…63 (or, for n ≥ 0 and up to 16383, low in 0…127 when
     `sums` is None), and write four cells of 8 bytes (4 high, 4 low), `step` bytes apart. Adds the sums of both pieces to sums[sums_at],
-    sums[sums_at + 1]."""
+    sums[sums_at + 1]. Where the level has words, the cells are 4 words n, and the sums stay as they are."""
     signed = sums is not types.none
 
     def codegen(context, builder, sig, values):
         array_v, index_v, step_v, vector_v, sums_v, sums_at_v = values
+        if LEVEL.words:
+            words = builder.trunc(_rounded(builder, vector_v), ir.VectorType(I16, LANES))
+            _store_words(Emitter(builder), words, I64, pointer_to(context, builder, sig.args[0], array_v, index_v), step_v)
+            return context.get_dummy_value()
         high, low = _pieces(builder, vector_v, signed)
         bytes_type = ir.VectorType(I8, LANES)
         order = [i for cell in range(4) for i in (*range(4 * cell, 4 * cell + 4), *range(16 + 4 * cell, 20 + 4 * cell))]
@@ -234,11 +238,16 @@ def _add_sums(context: Any, b: ir.IRBuilder, sums_type: Any, sums: Value, at: Va
 @intrinsic
 def store_pieces(typingctx, array, index, vector, sums, sums_at):
     """Round 16 floats within ±16319 (0 … 16383 when `sums` is None) to integers n = 128·high + low as store_two_pieces does, and write the
-    16 high bytes, then the 16 low ones, at `index`."""
+    16 high bytes, then the 16 low ones, at `index`. Where the level has words, 16 words n."""
     signed = sums is not types.none
 
     def codegen(context, builder, sig, values):
         array_v, index_v, vector_v, sums_v, sums_at_v = values
+        if LEVEL.words:
+            words = builder.trunc(_rounded(builder, vector_v), ir.VectorType(I16, LANES))
+            pointer = pointer_to(context, builder, sig.args[0], array_v, index_v)
+            builder.store(words, builder.bitcast(pointer, words.type.as_pointer()), align=1)
+            return context.get_dummy_value()
         high, low = _pieces(builder, vector_v, signed)
         bytes_type = ir.VectorType(I8, LANES)
         pointer = builder.bitcast(pointer_to(context, builder, sig.args[0], array_v, index_v), bytes_type.as_pointer())
