@@ -94,6 +94,12 @@ def test_recall_beside_the_oracles(cli):
     assert rows[1000, "all", "sparse score=scan"]["recall"] is rows[1000, "decode", "sparse score=probe"]["recall"] is None
 
 
+def test_what_batch_does_not_see_of_dual_is_said(cli):
+    _, _, err = cli("-c", "100", "--chunks", "1", "--wmode", "dual", "-o", "json")
+    assert sum("dual reads" in line for line in err) == 1
+    assert not any("dual reads" in line for line in cli("-c", "100", "--chunks", "1", "--wmode", "q8", "-o", "json")[2])
+
+
 def test_each_weight_format_gets_its_engine_and_the_first_is_the_reference(cli):
     _, out, _ = cli("-c", "100", "--chunks", "1", "--wmode", "f32,q8", "--kv", "f32,q8", "-o", "json")
     rows = json.loads(out)

@@ -115,6 +115,10 @@ class Quality:
         try:
             for arms in grouped(self.plan.arms, lambda arm: arm.engine_key):
                 engine = engines.get(arms[0])
+                if engine.wmode == "dual" and "batch" in self.plan.methods:
+                    self.reporter.note(
+                        "dual reads its 8-bit weights in mini-batches: the method `all` judges the 4-bit ones, read in decode"
+                    )
                 if text is None:
                     text = self._begin(engine)
                 for context in self.plan.contexts:
