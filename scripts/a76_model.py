@@ -37,7 +37,12 @@ BATCH = 256  # prompt tokens that read the weights once
 KV_BYTES = {"q8": 2 * (HEAD_DIM + 4), "q4": (64 + 2 * 2 * HEAD_DIM / 32) + (64 + 4 * HEAD_DIM / 32)}
 UNIT = 32  # keys that share a centre and a step in the plane that blocks are ranked by
 LOOK_BYTES, SCAN_BYTES = (HEAD_DIM + HEAD_DIM / 2 + 8) / UNIT, HEAD_DIM / 4  # centre, step, scales; 2-bit codes, of a key
-KEPT, SCAN_LEAST, SCAN_SHARE = 32 * 32, 4, 5  # keys attended to; scanned: 4 times as many, or a fifth of all (qwenc/model/sparse_plan.py)
+KEPT = 32 * 32  # keys attended to
+SCAN_LEAST, SCAN_TIMES, SCAN_SHARE = (
+    256,
+    4,
+    3,
+)  # scanned: so many units, times the keys kept, or one in so many (qwenc/model/sparse_plan.py)
 
 # the reference on the board (its documentation): context: (prefill s exact, sparse), (attention ms exact, sparse), (token ms exact, sparse)
 REFERENCE = {
@@ -179,7 +184,7 @@ class Board:
         units is left out: scalar loops over n/32 numbers."""
         if keys <= KEPT:
             return self.exact(keys, kv)
-        scanned = min(keys, max(SCAN_LEAST * KEPT, keys / SCAN_SHARE))
+        scanned = min(keys, max(SCAN_LEAST * UNIT, SCAN_TIMES * KEPT, keys / SCAN_SHARE))
         look = self.step(keys * HEADS * self.look, keys * KV_HEADS * LOOK_BYTES)
         scan = self.step(scanned * HEADS * self.scan, scanned * KV_HEADS * SCAN_BYTES)
         return LAYERS * (look + scan) + self.exact(KEPT, kv)

@@ -1,7 +1,8 @@
 """Which blocks of a long context a few query rows attend to.
 
-Every unit of 32 keys is looked at through its centre and width (7 bytes a key), the likeliest of them then key by key at 2 bits: four times
-the keys that are kept, or a fifth of all. A block's weight is the log-sum-exp of its keys' scores. One choice serves all heads of a kv
+Every unit of 32 keys is looked at through its centre and width (7 bytes a key), then key by key at 2 bits: all of them up to 8,192 keys, of
+more the likeliest third, but no fewer than that, nor than four times the keys that are kept. A single key that matters hardly shows in the
+centre and width of its unit, so what is left out here may be the answer. A block's weight is the log-sum-exp of its keys' scores. One choice serves all heads of a kv
 head, and in prefill a tile of queries: a block counts by the largest share of attention that it has with any of the queries, summed over
 the heads. The first block and those of the current unit are always kept.
 """
@@ -40,8 +41,8 @@ AHEAD = 3  # units between asking for the codes and reading them
 class Sparse(NamedTuple):
     """How blocks are chosen. score: SCAN …; block: tokens; k, most: blocks kept at least and at most; mass: share of the attention until
     which more than k are kept; probe: sampled keys; ratio: share of all blocks that is kept at least; group: queries that share a choice;
-    from_keys: contexts shorter than this are attended to in full; look_least, look_share: after the first look, look_least times the keys
-    to keep, or one unit in look_share, are scanned."""
+    from_keys: contexts shorter than this are attended to in full; scan_least, scan_times, scan_share: after the first look, that many
+    units are scanned, or that many times those to keep, or one in so many."""
 
     score: int
     block: int
@@ -52,8 +53,9 @@ class Sparse(NamedTuple):
     ratio: float
     group: int
     from_keys: int
-    look_least: int
-    look_share: int
+    scan_least: int
+    scan_times: int
+    scan_share: int
 
 
 @helper
@@ -96,10 +98,7 @@ def choose(cache, stage, stage_slot, sparse, c, r, rows, group, layers, kv_heads
             score_tiles(cache.k, cache.v, r, rows, 0, TILES)
             add_unit(c, r, rows, sparse.block, unit)
     else:
-        pool(c, rows, group, units, True)
-        scanned = max(sparse.look_least * least * sparse.block // UNIT, units // sparse.look_share)
-        keep_top(c.score, units, scanned, np.float32(0.0), units, c.scanned)
-        c.scanned[0] = 1
+        choose_scanned(sparse, c, rows, group, least, units)
         count = 0
         for unit in range(units):
             if c.scanned[unit]:
@@ -122,6 +121,19 @@ def choose(cache, stage, stage_slot, sparse, c, r, rows, group, layers, kv_heads
     forced = force(c, sparse.block, blocks, own_key)
     most = min(max(sparse.most, least), blocks)
     return keep_top(c.score, blocks, least, forced_share(np.float32(sparse.mass), forced, np.float32(group)), most, c.kept)
+
+
+@helper
+def choose_scanned(sparse, c, rows, group, least, units):
+    """Set c.scanned by unit, when `least` blocks are to be kept."""
+    count = max(sparse.scan_least, sparse.scan_times * least * sparse.block // UNIT, units // sparse.scan_share)
+    if count >= units:
+        for unit in range(units):
+            c.scanned[unit] = 1
+        return
+    pool(c, rows, group, units, True)
+    keep_top(c.score, units, count, np.float32(0.0), units, c.scanned)
+    c.scanned[0] = 1
 
 
 @helper

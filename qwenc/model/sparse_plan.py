@@ -10,7 +10,9 @@ from qwenc.settings import SPARSE_SCORES, Settings
 DECODE_BREAK_EVEN = 2  # times the kept keys: from there on a choice of blocks pays in decode, measured (docs/benchmarks.md)
 PREFILL_BREAK_EVEN = 2  # and in prefill
 PREFILL_GROUP = 64  # queries that share a choice
-LOOK_LEAST, LOOK_SHARE = 4, 5  # scanned after the first look: this many times the keys to keep, or one unit in so many
+# Units scanned after the first look: at least so many (8,192 keys), so many times those to keep, or one in so many. With half of them KL at
+# 8,000 tokens was up to 11 times as large: the key to copy from was in the other half (docs/benchmarks.md).
+SCAN_LEAST, SCAN_TIMES, SCAN_SHARE = 256, 4, 3
 MASS_LIMIT = 4  # with a target mass, at most this many times k blocks
 
 
@@ -32,8 +34,9 @@ def make_sparse(settings: Settings, *, prefill: bool) -> Sparse:
         ratio=float(settings.sparse_ratio),
         group=settings.sparse_pf_group or PREFILL_GROUP,
         from_keys=from_keys,
-        look_least=LOOK_LEAST,
-        look_share=LOOK_SHARE,
+        scan_least=SCAN_LEAST,
+        scan_times=SCAN_TIMES,
+        scan_share=SCAN_SHARE,
     )
 
 
