@@ -2,9 +2,11 @@
 
 Every unit of 32 keys is looked at through its centre and width (7 bytes a key), then key by key at 2 bits: all of them up to 8,192 keys, of
 more the likeliest third, but no fewer than that, nor than four times the keys that are kept. A single key that matters hardly shows in the
-centre and width of its unit, so what is left out here may be the answer. A block's weight is the log-sum-exp of its keys' scores. One choice serves all heads of a kv
-head, and in prefill a tile of queries: a block counts by the largest share of attention that it has with any of the queries, summed over
-the heads. The first block and those of the current unit are always kept.
+centre and width of its unit, so what is left out here may be the answer.
+
+A block's weight is the log-sum-exp of its keys' scores. One choice serves all heads of a kv head, and in prefill a tile of queries: a block
+counts by the largest share of attention that it has with any of the queries, summed over the heads. The first block and those of the
+current unit are always kept.
 """
 
 from __future__ import annotations
