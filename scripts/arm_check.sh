@@ -117,8 +117,9 @@ kernels() {
   rm -rf "$folder"
   "$PYTHON" scripts/arm_kernels.py build "$folder" --cpu "$1"
   for arguments in "$folder"/*.args; do
-    local name=${arguments%.args}
-    LD_LIBRARY_PATH=$(echo "$FOLDER"/host/usr/lib/*-linux-gnu) "$FOLDER/host/usr/bin/aarch64-linux-gnu-ld" -shared -o "$name.so" "$name.o" "$name.stubs.o"
+    local name=${arguments%.args} libraries
+    libraries=$(printf '%s:' "$FOLDER"/host/usr/lib/*-linux-gnu)
+    LD_LIBRARY_PATH=$libraries "$FOLDER/host/usr/bin/aarch64-linux-gnu-ld" -shared -o "$name.so" "$name.o" "$name.stubs.o"
   done
   arm "$1" "$2" scripts/arm_kernels.py run "$folder"
   QWENC_SIMD=plain NUMBA_CACHE_DIR=/dev/null "$PYTHON" scripts/arm_kernels.py compare "$folder" >&2

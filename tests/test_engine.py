@@ -311,7 +311,7 @@ for i in range(400):
     timer.join()
 print("ok")
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0 and done.stdout == "ok\n", done.stderr
 
 
@@ -383,5 +383,5 @@ with qwenc.load({str(GOLDENS / "llama-smol")!r}, wmode="q8") as engine:
 print(compiled)
 """
     for _ in range(2):
-        done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=240)
+        done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.stdout == "[]\n", done.stderr

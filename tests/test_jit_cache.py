@@ -26,7 +26,7 @@ def environment(cache, **more):
 
 
 def run(cache, **more):
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment(cache, **more), capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment(cache, **more), capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     folder, hits, misses = done.stdout.split()
     return folder, int(hits), int(misses)
@@ -59,7 +59,7 @@ def test_no_folder_to_write_to(tmp_path):
 def test_home_does_not_exist(tmp_path):
     env = environment("", HOME="/nonexistent/home")
     env.pop("QWENC_CACHE"), env.pop("XDG_CACHE_HOME", None)
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
 
 
@@ -69,7 +69,7 @@ def test_cold_starts_at_once(tmp_path):
         for _ in range(4)
     ]
     for job in jobs:
-        _, errors = job.communicate(timeout=300)
+        _, errors = job.communicate(timeout=900)
         assert job.returncode == 0, errors.decode()
     assert run(tmp_path)[1] == 1
 

@@ -38,7 +38,7 @@ def run(program, **environment):
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1800,
     )
 
 
