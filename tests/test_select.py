@@ -11,6 +11,8 @@ from qwenc.attention.scan import fold_unit, look, new_choice, prepare_look, scan
 from qwenc.attention.scores import prepare_rows
 from qwenc.attention.select import Sparse, choose
 from qwenc.kernels.jit import allocating
+from qwenc.model.sparse_plan import make_sparse
+from qwenc.settings import Settings
 
 SCAN, SUMMARY, PROBE, ORACLE = range(4)
 
@@ -101,8 +103,8 @@ def attend_over_choice(cache, stage, sparse, q, keys, kept, out, missed):
     return count
 
 
-def plan(score=SCAN, block=UNIT, k=4, mass=0.0, most=None, ratio=0.0):
-    return Sparse(score, block, k, most or k, mass, 8, ratio, 64, 0, 3, 5)
+def plan(score=SCAN, block=UNIT, k=4, mass=0.0, most=None, ratio=0.0, scan_least=0):
+    return Sparse(score, block, k, most or k, mass, 8, ratio, 64, 0, scan_least, 3, 5)
 
 
 def run(kv, sparse, keys, rows=2, head_dim=64, seed=0, spread=3.0):
@@ -193,6 +195,22 @@ def test_a_needle_is_found_at_any_depth(kv):
         kept, out, missed = np.zeros(41, np.uint8), np.zeros((2, 64), np.float32), np.zeros(1, np.float32)
         attend_over_choice(cache, stage_of(cache), plan(k=3), q[:1], 1300, kept, out[:1], missed)
         assert kept[place // UNIT]
+
+
+def test_a_needle_among_wide_units_is_found_where_all_are_scanned():
+    """Twelve units of wide channels promise more at a first look than the one that holds the answer. A scan of six misses it."""
+    cache, k, v, rng = filled("q8", 1000, 64)
+    q = rng.standard_normal((1, 64)).astype(np.float32)
+    k[:] = 0.1 * rng.standard_normal(k.shape)
+    k[UNIT : 13 * UNIT] = rng.choice([-1.0, 1.0], (12 * UNIT, 64))
+    k[700] = 0.7 * np.sign(q[0])
+    fill(cache, 1, 2, k, v)
+    found = []
+    for scan_least in (0, make_sparse(Settings(sparse_attn=True), prefill=False).scan_least):
+        kept, out, missed = np.zeros(32, np.uint8), np.zeros((1, 64), np.float32), np.zeros(1, np.float32)
+        attend_over_choice(cache, stage_of(cache), plan(k=3, scan_least=scan_least), q, 1000, kept, out, missed)
+        found.append(bool(kept[700 // UNIT]))
+    assert found == [False, True]
 
 
 def test_8_and_4_bits_choose_alike():
