@@ -38,11 +38,8 @@ KV_BYTES = {"q8": 2 * (HEAD_DIM + 4), "q4": (64 + 2 * 2 * HEAD_DIM / 32) + (64 +
 UNIT = 32  # keys that share a centre and a step in the plane that blocks are ranked by
 LOOK_BYTES, SCAN_BYTES = (HEAD_DIM + HEAD_DIM / 2 + 8) / UNIT, HEAD_DIM / 4  # centre, step, scales; 2-bit codes, of a key
 KEPT = 32 * 32  # keys attended to
-SCAN_LEAST, SCAN_TIMES, SCAN_SHARE = (
-    256,
-    4,
-    3,
-)  # scanned: so many units, times the keys kept, or one in so many (qwenc/model/sparse_plan.py)
+# scanned: at least so many units, so many times the keys kept, or one in so many (qwenc/model/sparse_plan.py)
+SCAN_LEAST, SCAN_TIMES, SCAN_SHARE = 256, 4, 3
 
 # the reference on the board (its documentation): context: (prefill s exact, sparse), (attention ms exact, sparse), (token ms exact, sparse)
 REFERENCE = {

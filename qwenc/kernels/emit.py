@@ -266,8 +266,7 @@ class Emitter:
 
     def dot_words(self, acc: Wide, words: Wide, quad: Wide) -> Wide:
         """acc + products of words and a quad, added in pairs: two 32-bit lanes for each of the 16."""
-        name, kinds = "llvm.x86.avx2.pmadd.wd", [self.i16] * 2
-        return self.each(lambda a, w, q: self.b.add(a, self.b.call(self._function(name, self.i32, kinds), [w, q])), acc, words, quad)
+        return self.each(lambda a, w, q: self.b.add(a, self._maddwd(w, q)), acc, words, quad)
 
     def word_sums(self, acc: Wide) -> Wide:
         """What `dot_words` added, 16 lanes."""
@@ -306,9 +305,11 @@ class Emitter:
     def _maddubs(self, unsigned: Value, signed: Value) -> Value:
         return self.b.call(self._function("llvm.x86.avx2.pmadd.ub.sw", self.i16, [self.i8] * 2), [unsigned, signed])
 
+    def _maddwd(self, words: Value, others: Value) -> Value:
+        return self.b.call(self._function("llvm.x86.avx2.pmadd.wd", self.i32, [self.i16] * 2), [words, others])
+
     def _pairs(self, words: Value) -> Value:
-        ones = self._splat_constant(self.i16, 1)
-        return self.b.call(self._function("llvm.x86.avx2.pmadd.wd", self.i32, [self.i16] * 2), [words, ones])
+        return self._maddwd(words, self._splat_constant(self.i16, 1))
 
     def _maddubs_wide(self, acc: Wide, unsigned: Wide, signed: Wide) -> Wide:
         return self.each(lambda a, u, s: self.b.add(a, self._pairs(self._maddubs(u, s))), acc, unsigned, signed)

@@ -11,7 +11,7 @@ DECODE_BREAK_EVEN = 2  # times the kept keys: from there on a choice of blocks p
 PREFILL_BREAK_EVEN = 2  # and in prefill
 PREFILL_GROUP = 64  # queries that share a choice
 # Units scanned after the first look: at least so many (8,192 keys), so many times those to keep, or one in so many. With half of them KL at
-# 8,000 tokens was up to 11 times as large: the key to copy from was in the other half (docs/benchmarks.md).
+# 8,000 tokens was five times as large: the key to copy from was in the other half (docs/architecture.md).
 SCAN_LEAST, SCAN_TIMES, SCAN_SHARE = 256, 4, 3
 MASS_LIMIT = 4  # with a target mass, at most this many times k blocks
 
