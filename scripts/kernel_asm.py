@@ -150,7 +150,7 @@ def attention_kernels() -> dict[str, Kernel]:
         for _ in range(times):
             for row in range(many):
                 values.weigh_row(v.scale, r, row, 0, tiles)
-                rows.split_weights(r.weights, 0, r, 32 * row, 32 * many, r.ps[0, row], tiles)
+                rows.split_weights(r.weights, 0, r, 32 * row, 32 * many, r.ps[0, row], tiles, rows.WORDS)
 
     @helper
     def weights_q4(k, v, plane, r, c, tiles, groups, times):
@@ -159,8 +159,8 @@ def attention_kernels() -> dict[str, Kernel]:
                 for row in range(0, many, 2):
                     other = min(row + 1, many - 1)
                     values.weigh_two(v, r, row, other, group, groups, 0, tiles)
-                    rows.split_weights(r.weights, 0, r, 32 * row, 32 * many, r.ps[group, row], tiles)
-                    rows.split_weights(r.weights, rows.SEGMENT_KEYS, r, 32 * other, 32 * many, r.ps[group, other], tiles)
+                    rows.split_weights(r.weights, 0, r, 32 * row, 32 * many, r.ps[group, row], tiles, False)
+                    rows.split_weights(r.weights, rows.SEGMENT_KEYS, r, 32 * other, 32 * many, r.ps[group, other], tiles, False)
 
     @helper
     def values_q8(k, v, plane, r, c, tiles, groups, times):

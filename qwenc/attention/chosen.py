@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
+from qwenc.attention.ahead import ask_for_keys
 from qwenc.attention.attend import attend_tiles, attend_unit, is_staged
-from qwenc.attention.cache import Q4K, TILE, UNIT, FloatKV, slot_of
-from qwenc.attention.overloads import is_record
+from qwenc.attention.cache import TILE, UNIT, slot_of
 from qwenc.attention.rows import ALL_KEYS, NO_SCORE, list_tiles, pad_list
 from qwenc.attention.scan import exp_of
-from qwenc.attention.scores import ask_key_ranges, key_arrays
 from qwenc.attention.select import SCAN, WIDTHS
 from qwenc.kernels import simd
-from qwenc.kernels.attention_tiles import SEGMENT
 from qwenc.kernels.jit import by_type, helper, inlined
 
-FIRST = 8  # tiles asked for before the first is read
 LOG_UNIT = np.float32(np.log(UNIT))
 
 
@@ -65,33 +62,6 @@ def list_chosen(c, r, block, layers, kv_heads, first_page, layer, head, end_key)
                     count += 1
     pad_list(r, count)
     return count
-
-
-def ask_for_keys(k, r, tiles):
-    """Ask for the keys of the first tiles of the list, and for the scales of the first segment: nobody has."""
-    raise NotImplementedError("runs in compiled code only")
-
-
-@by_type(ask_for_keys)
-def _ask_for_keys(k, r, tiles):
-    if is_record(k, FloatKV):
-        return lambda k, r, tiles: None
-    four = is_record(k, Q4K)
-    bytes_of = 4 if four else 1  # dimensions of a key in a byte of key_arrays
-
-    def run(k, r, tiles):
-        codes, lower = key_arrays(k)
-        head_dim = r.q.shape[1]
-        step = TILE * head_dim // bytes_of
-        for i in range(min(tiles, SEGMENT)):
-            ask_key_ranges(k, r.at[i], head_dim)
-        for i in range(min(tiles, FIRST)):
-            for line in range(0, step, 64):
-                simd.ask_ahead(codes, r.at[i] // TILE * step + line)
-                if bytes_of > 1:
-                    simd.ask_ahead(lower, r.at[i] // TILE * step + line)
-
-    return run
 
 
 # ---- what was left out ------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from qwenc.kernels.linear_tiles import PIECES_TOP
 from qwenc.kernels.pointwise import largest_of
 
 SIGNED_BIAS = LEVEL.signed_bias
+WORDS = LEVEL.words
 ROWS_MOST = LEVEL.tile_rows  # query rows that one tile holds in registers: 8 or 2
 SEGMENT_KEYS = SEGMENT * TILE
 S_ROW = SEGMENT_KEYS + 16  # scores of a row, and a cache line more: rows a power of two apart would crowd the same lines of the cache
@@ -151,7 +152,7 @@ def pad_list(r, count):
 # ---- queries --------------------------------------------------------------------------------------------------------------
 @helper
 def split_queries(r, rows):
-    """q to two signed pieces per value, with a scale per row: [strip][rows at once][2][16]."""
+    """q to two signed pieces per value, with a scale per row: [strip][rows at once][2][16]; or to words, [strip][rows at once][16]."""
     head_dim = r.q.shape[1]
     first = 0
     while first < rows:
@@ -164,7 +165,11 @@ def split_queries(r, rows):
             r.qo[i, 0] = r.qo[i, 1] = 0
             for d in range(0, head_dim, 16):
                 at = first * head_dim * 2 + d * width * 2 + lane * 32
-                simd.store_pieces(r.qp, at, simd.mul(simd.load(r.q, i * head_dim + d), factor), r.qo, 2 * i)
+                q = simd.mul(simd.load(r.q, i * head_dim + d), factor)
+                if WORDS:
+                    simd.store_words(r.qp, at, q)
+                else:
+                    simd.store_pieces(r.qp, at, q, r.qo, 2 * i)
             r.qo[i, 0] *= -SIGNED_BIAS
             r.qo[i, 1] *= -SIGNED_BIAS
         first += width
@@ -206,8 +211,12 @@ def softmax_segment(r, row, start, tiles):
 
 
 @inlined
-def split_weights(weights, at, r, base, step, unit, tiles):
-    """Weights from weights[at] on to two pieces below 128, each `unit` worth: r.pp[base + tile·step …]."""
+def split_weights(weights, at, r, base, step, unit, tiles, words):
+    """Weights from weights[at] on to two pieces below 128, each `unit` worth, or to words: r.pp[base + tile·step …]."""
     factor = simd.splat(np.float32(1.0) / unit if unit > TINY else np.float32(0.0))
     for i in range(tiles):
-        simd.store_pieces(r.pp, base + step * i, simd.mul(simd.load(weights, at + 16 * i), factor), None, 0)
+        weight = simd.mul(simd.load(weights, at + 16 * i), factor)
+        if words:
+            simd.store_words(r.pp, base + step * i, weight)
+        else:
+            simd.store_pieces(r.pp, base + step * i, weight, None, 0)

@@ -220,7 +220,7 @@ def add_unit(c, r, rows, block, unit):
             top = simd.lane_max_of_numbers(simd.larger(low, high))
             shift = simd.splat(top)
             c.m[row, unit] = top
-            c.total[row, unit] = simd.lane_sum(simd.add(simd.exp(simd.sub(low, shift)), simd.exp(simd.sub(high, shift))))
+            c.total[row, unit] = simd.lane_sum(simd.add(simd.rough_exp(simd.sub(low, shift)), simd.rough_exp(simd.sub(high, shift))))
         else:
             add_each(c, r, row, block, unit)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from qwenc.attention.cache import Q4K, Q4V, TILE, UNIT, FloatKV
+from qwenc.attention.ahead import ask_key_ranges, ask_value_ranges
+from qwenc.attention.cache import Q4K, Q4V, UNIT, FloatKV
 from qwenc.attention.overloads import is_record
 from qwenc.attention.rows import S_ROW, TINY, rows_at_once, split_queries
 from qwenc.kernels import simd
@@ -30,18 +31,6 @@ def _prepare_rows(k, r, rows):
     if is_record(k, FloatKV):
         return lambda k, r, rows: None
     return lambda k, r, rows: split_queries(r, rows)
-
-
-def key_arrays(k):
-    """The one or two arrays of codes."""
-    raise NotImplementedError("runs in compiled code only")
-
-
-@by_type(key_arrays, inline=True)
-def _key_arrays(k):
-    if is_record(k, Q4K):
-        return lambda k: (k.upper, k.lower)
-    return lambda k: (k.codes, k.codes)
 
 
 def score_tiles(k, v, r, rows, start, tiles):
@@ -107,49 +96,12 @@ def _score_int8(k, v, r, rows, start, tiles):
     return run
 
 
+@inlined
 def ask_ranges(k, v, r, i):
     """Ask for the scales of the values of list entry i, and of the keys a segment later. In chosen blocks nothing else would fetch them
     in time."""
-    raise NotImplementedError("runs in compiled code only")
-
-
-@by_type(ask_ranges, inline=True)
-def _ask_ranges(k, v, r, i):
-    if is_record(v, Q4V):
-
-        def run(k, v, r, i):
-            ask_key_ranges(k, r.at[i + SEGMENT], r.q.shape[1])
-            ranges = r.o.shape[1] // 2  # of a tile
-            for d in range(0, ranges, 32):
-                simd.ask_ahead(v.low, r.at[i] // TILE * ranges + d)
-                simd.ask_ahead(v.step, r.at[i] // TILE * ranges + d)
-
-        return run
-
-    def run_int8(k, v, r, i):
-        ask_key_ranges(k, r.at[i + SEGMENT], r.q.shape[1])
-        simd.ask_ahead(v.scale, r.at[i])
-
-    return run_int8
-
-
-def ask_key_ranges(k, slot, head_dim):
-    """Ask for the scales of the keys of the tile at `slot`: in 4 bits, with the first tile of a unit for both."""
-    raise NotImplementedError("runs in compiled code only")
-
-
-@by_type(ask_key_ranges, inline=True)
-def _ask_key_ranges(k, slot, head_dim):
-    if not is_record(k, Q4K):
-        return lambda k, slot, head_dim: simd.ask_ahead(k.scale, slot)
-
-    def run(k, slot, head_dim):
-        if slot % UNIT == 0:
-            for d in range(0, head_dim, 32):  # a cache line
-                simd.ask_ahead(k.low, slot // UNIT * head_dim + d)
-                simd.ask_ahead(k.step, slot // UNIT * head_dim + d)
-
-    return run
+    ask_key_ranges(k, r.at[i + SEGMENT], r.q.shape[1])
+    ask_value_ranges(v, r.at[i], r.o.shape[1])
 
 
 @inlined

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from qwenc.attention.ahead import key_arrays
 from qwenc.attention.cache import Q4K, Q4V, TILE, FloatKV
 from qwenc.attention.overloads import is_record
-from qwenc.attention.rows import P_TOP, S_ROW, SEGMENT_KEYS, rows_at_once, split_weights
-from qwenc.attention.scores import key_arrays
+from qwenc.attention.rows import P_TOP, S_ROW, SEGMENT_KEYS, WORDS, rows_at_once, split_weights
 from qwenc.kernels import simd
 from qwenc.kernels.attention_tiles import make_values, strips_at_once
 from qwenc.kernels.jit import by_type, inlined
@@ -57,7 +57,7 @@ def weigh_int8(k, v, r, rows, start, tiles):
         width = rows_at_once(rows, first)
         for lane in range(width):
             weigh_row(v.scale, r, first + lane, start, tiles)
-            split_weights(r.weights, 0, r, first * SEGMENT_KEYS * 2 + lane * 32, width * 32, r.ps[0, first + lane], tiles)
+            split_weights(r.weights, 0, r, first * SEGMENT_KEYS * 2 + lane * 32, width * 32, r.ps[0, first + lane], tiles, WORDS)
         p_at, size = first * SEGMENT_KEYS * 2, 16 * head_dim
         strip = 0
         while strip < strips:
@@ -132,8 +132,8 @@ def _weigh_q4(k, v, r, rows, start, tiles):
                 for lane in range(0, width, 2):
                     other = min(lane + 1, width - 1)
                     weigh_two(v, r, first + lane, first + other, group, groups, start, tiles)
-                    split_weights(r.weights, 0, r, p_at + lane * 32, width * 32, r.ps[group, first + lane], tiles)
-                    split_weights(r.weights, SEGMENT_KEYS, r, p_at + other * 32, width * 32, r.ps[group, first + other], tiles)
+                    split_weights(r.weights, 0, r, p_at + lane * 32, width * 32, r.ps[group, first + lane], tiles, False)
+                    split_weights(r.weights, SEGMENT_KEYS, r, p_at + other * 32, width * 32, r.ps[group, first + other], tiles, False)
                 o_at, strip = first * o_step + 32 * group, 2 * group
                 ps, pl, decay = r.ps[group], r.pl[group], r.decay
                 if width == 8:

@@ -3,14 +3,14 @@
 Keys and values lie in tiles of 16 tokens. A call is given a list of tiles, `at`: the number of each tile's first token in the cache
 array, so the tiles may lie anywhere. A query is held as 15 bits in two signed bytes, q ≈ scale·(128·high + low), a probability as 14 bits
 in two bytes below 128: two dot products each, with an error far below that of 8-bit keys and values. On AVX2 both lie in 16-bit words
-instead, which `vpmaddwd` multiplies: the same sums.
+instead, which `vpmaddwd` multiplies, except where 4-bit values are weighted: the same sums.
 
 While a few rows read the cache (decode), memory is what they wait for, so each loop asks ahead for what is read next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from llvmlite import ir
@@ -27,34 +27,50 @@ LINE = 64  # bytes of a cache line
 ROW_BYTES = 32  # a query strip, or the probabilities of a tile, of one row: two pieces of 16
 
 
-def _int8_cell(e: Emitter, codes: list[Value], strip: Value, cell: int) -> Wide:
-    """A cell (4 dimensions of 16 keys) of a strip of int8 keys. Key tile: [head_dim/4][16 keys][4 dims]."""
+Cells = Iterator[tuple[int, Wide]]  # the number of a cell of a strip (4 dimensions of 16 keys), and the cell
+
+
+def _int8_cells(e: Emitter, codes: list[Value], strip: Value) -> Cells:
+    """Those of int8 keys. Key tile: [head_dim/4][16 keys][4 dims]."""
     pointer = e.at(codes[0], e.b.mul(strip, I64(4 * LINE)))
-    return e.load_words(pointer, LINE * cell) if e.level.words else e.prepare_signed(e.load(pointer, e.i8, LINE * cell))
+    for cell in range(4):
+        yield cell, e.load_words(pointer, LINE * cell) if e.level.words else e.prepare_signed(e.load(pointer, e.i8, LINE * cell))
 
 
-def _plane_cell(e: Emitter, codes: list[Value], strip: Value, cell: int) -> Wide:
+def _plane_cells(e: Emitter, codes: list[Value], strip: Value) -> Cells:
     """The same of a 2-bit plane: [head_dim/16][16 keys][4 bytes], byte b of a key holds dimension b of each of the four cells."""
-    return e.two_bits(e.load(e.at(codes[0], e.b.mul(strip, I64(LINE))), e.i8), cell, LIFTS["plane"][cell])
+    plane = e.load(e.at(codes[0], e.b.mul(strip, I64(LINE))), e.i8)
+    for cell in range(4):
+        yield cell, e.two_bits(plane, cell, LIFTS["plane"][cell])
 
 
-def _two_plane_cell(e: Emitter, codes: list[Value], strip: Value, cell: int) -> Wide:
+def _two_plane_cells(e: Emitter, codes: list[Value], strip: Value) -> Cells:
     """Codes of 4 bits from their upper and their lower plane."""
     upper, lower = (e.load(e.at(plane, e.b.mul(strip, I64(LINE))), e.i8) for plane in codes)
-    lift = LIFTS["q4"][cell]
-    high, low = e.moved(upper, lift + 2 - 2 * cell), e.moved(lower, lift - 2 * cell)
-    return e.each(e.b.or_, e.each(e.b.and_, high, e.constant(e.i8, 12 << lift)), e.each(e.b.and_, low, e.constant(e.i8, 3 << lift)))
+    both = lambda high, low, mask: e.each(  # noqa: E731
+        e.b.or_, e.each(e.b.and_, high, e.constant(e.i8, mask << 2)), e.each(e.b.and_, low, e.constant(e.i8, mask))
+    )
+    if any(LIFTS["q4"]):
+        for cell, lift in enumerate(LIFTS["q4"]):
+            yield cell, both(e.moved(upper, lift + 2 - 2 * cell), e.moved(lower, lift - 2 * cell), 3 << lift)
+        return
+    for cell in range(2):  # two cells at once, a nibble each
+        nibbles = both(e.moved(upper, 2 - 2 * cell), e.moved(lower, -2 * cell), 0x33)
+        yield cell, e.low_nibbles(nibbles)
+        yield cell + 2, e.high_nibbles(nibbles)
 
 
-# kind of key -> bytes of a strip of a tile in each array, pieces of a query, a cell of a strip
-KEYS = {"int8": ((256,), 2, _int8_cell), "q4": ((64, 64), 1, _two_plane_cell), "plane": ((64,), 1, _plane_cell)}
+# kind of key -> bytes of a strip of a tile in each array, pieces of a query, the cells of a strip
+KEYS = {"int8": ((256,), 2, _int8_cells), "q4": ((64, 64), 1, _two_plane_cells), "plane": ((64,), 1, _plane_cells)}
 # Bits by which the codes of each cell stay above their value: moving a sum back once is cheaper than moving every code. Where unsigned
 # bytes can be factors and there are registers enough for a sum of each.
 LIFTS = {"int8": (0, 0, 0, 0), "q4": (0, 0, 2, 4), "plane": (0, 2, 4, 6)} if LEVEL.vector_bytes == 64 else dict.fromkeys(KEYS, (0, 0, 0, 0))
 
 
-def _chains(sums: int) -> int:
+def _chains(kind: str, sums: int) -> int:
     """Into how many chains `sums` sums are split, so that adding to one does not wait for itself."""
+    if kind != "int8" and LEVEL.name == "avx2":  # a strip's cells are summed apart, in 16 bits
+        return 1
     return max(1, min(4, (8 if LEVEL.vector_bytes == 64 else 4) // sums))
 
 
@@ -68,14 +84,14 @@ def make_scores(kind: str, rows: int, ahead_lines: int = 0, tiles: int = 1) -> A
     ahead: the array that is read next of the same tile (values), of which a strip takes ahead_lines cache lines.
     Writes s[s_at + r·s_step + key] (float32).
     """
-    strip_bytes, pieces, cell_of = KEYS[kind]
+    strip_bytes, pieces, cells_of = KEYS[kind]
     row_bytes = LANES * pieces  # of a strip of a query
     words = pieces == 2 and LEVEL.words
     if words:
         pieces = 1
     count = rows * pieces
     lifts = sorted(set(LIFTS[kind]))
-    chains = _chains((2 if words else 1) * count * tiles) if lifts == [0] else len(lifts)
+    chains = _chains(kind, (2 if words else 1) * count * tiles) if lifts == [0] else len(lifts)
     chain_of = [cell % chains if lifts == [0] else lifts.index(lift) for cell, lift in enumerate(LIFTS[kind])]
 
     @intrinsic
@@ -98,19 +114,25 @@ def make_scores(kind: str, rows: int, ahead_lines: int = 0, tiles: int = 1) -> A
             qo_p = pointer_to(context, builder, sig.args[9], qo_v, builder.mul(row_v, I64(2)) if kind == "int8" else row_v)
             start = lambda i: e.load_splat(qo_p, 4 * (i % count), e.i32) if kind == "int8" and i < tiles * count else zero  # noqa: E731
             sums = Accumulators(e, e.i32, chains * tiles * count, start=None if words else start, halves=2 if words else 1)
-            dot = e.dot_words if words else e.dot_signed if kind == "int8" else e.dot_small
+            dot = e.dot_words if words else e.dot_signed if kind == "int8" else e.dot_nibbles
             with cgutils.for_range(builder, strips_v) as loop:
                 for line in range(ahead_lines):
                     e.prefetch(e.at(ahead_p, builder.add(builder.mul(loop.index, I64(LINE * ahead_lines)), I64(LINE * line))))
                 strip = e.at(q_p, builder.mul(loop.index, I64(rows * row_bytes)))
-                for cell in range(4):
-                    of_cell = [cell_of(e, of_tile, loop.index, cell) for of_tile in planes]
+                before = [sums.get(slot) for slot in range(chains * tiles * count)]
+                after = before if kind == "int8" else [e.nibble_start(x) for x in before]
+                for of_cell in zip(*(cells_of(e, of_tile, loop.index) for of_tile in planes), strict=True):
+                    cell = of_cell[0][0]
                     for i in range(count):
                         place = LANES // 4 * i + cell
                         x = e.load_quad(strip, place) if words else e.load_word(strip, place, LANES // 4 * count, e.i8)
                         for j in range(tiles):
                             slot = (chain_of[cell] * tiles + j) * count + i
-                            sums.set(slot, dot(sums.get(slot), of_cell[j], x))
+                            after[slot] = dot(after[slot], of_cell[j][1], x)
+                    if kind != "int8":
+                        after = e.settle(after)
+                for slot, x in enumerate(after):
+                    sums.set(slot, x if kind == "int8" else e.nibble_sum(x, before[slot]))
             total = (lambda i: e.word_sums(sums.get(i))) if words else sums.get
             whole = [total(i) for i in range(tiles * count)]
             for i in range(tiles * count, chains * tiles * count):
@@ -146,8 +168,7 @@ def _int8_values(e: Emitter, pointer: Value, cell: int, strips: int) -> list[Wid
 def _q4_values(e: Emitter, pointer: Value, cell: int, strips: int) -> list[Wide]:
     """The same of 4-bit codes: [head_dim/32][4 cells][16][4 keys], dimension d of a group in the low half, d + 16 in the high half."""
     codes = e.load(pointer, e.i8, LINE * cell)
-    halves = [e.low_nibbles(codes), e.high_nibbles(codes)]
-    return [e.small_words(half) for half in halves] if e.level.words else halves
+    return [e.low_nibbles(codes), e.high_nibbles(codes)]
 
 
 VALUES: dict[str, tuple[int, Callable[..., list[Wide]]]] = {"int8": (256, _int8_values), "q4": (128, _q4_values)}
@@ -163,13 +184,16 @@ def make_values(kind: str, rows: int, strips: int, ahead_strip: tuple[int, ...] 
     """tile(v, at, at_i, tiles, tile_bytes, strip, p, p_at, ps, decay, add, row_at, ahead, ahead_2, all_strips, o, o_at, o_step):
     o = decay·o + ps·Σ p·v over the keys of `tiles` tiles, for `strips` strips from `strip` on.
 
-    tile_bytes: of v in one tile. p uint8 [tile][rows][2 pieces][16 keys], or words [tile][rows][16 keys];
+    tile_bytes: of v in one tile. p uint8 [tile][rows][2 pieces][16 keys], or for int8 values words [tile][rows][16 keys];
     ps, decay float32 per row; add: float32 per row, added to every
     dimension (q4), or None. ahead, ahead_2: the arrays that are read next (keys), of the tiles at[at_i + 16 …]; a strip takes ahead_strip
     bytes of each.
     o float32: o[o_at + r·o_step + 16·strip' + dim].
     """
     strip_bytes, values_of = VALUES[kind]
+    words = kind == "int8" and LEVEL.words
+    narrow = kind == "q4" and LEVEL.words  # a tile is summed in 16 bits before its pieces are joined and widened
+    count = rows if words else 2 * rows
 
     @intrinsic
     def tile(
@@ -180,11 +204,9 @@ def make_values(kind: str, rows: int, strips: int, ahead_strip: tuple[int, ...] 
             ahead_v, ahead_2_v, all_strips_v, o_v, o_at_v, step_v = values[12:]
             p_p = pointer_to(context, builder, sig.args[6], p_v, p_at_v)
             first = builder.mul(strip_v, I64(strip_bytes))  # a strip of q4 is half a group
-            for e in Emitter(builder).slices(strips * rows * 2):
+            for e in Emitter(builder).slices(strips * count):
                 ahead_bytes = ahead_strip if e.places[0] == 0 else ()  # once
-                words = e.level.words
-                count = rows if words else 2 * rows
-                sums = Accumulators(e, e.i32, strips * count, halves=2 if words else 1)
+                sums = Accumulators(e, e.i32, strips * (rows if narrow else count), halves=2 if words else 1)
                 with cgutils.for_range(builder, tiles_v) as loop:
                     item = builder.add(at_i_v, loop.index)
                     tile_of = builder.sdiv(_list_item(context, builder, sig.args[1], at_v, item), I64(LANES))
@@ -200,6 +222,7 @@ def make_values(kind: str, rows: int, strips: int, ahead_strip: tuple[int, ...] 
                         for line in range(strips * bytes_ // LINE):
                             e.prefetch(e.at(ahead_p, LINE * line))
                     row_p = e.at(p_p, builder.mul(loop.index, I64(rows * ROW_BYTES)))
+                    of_tile = [e.nibble_start(e.constant(e.i32, 0)) for _ in range(strips * count)] if narrow else []
                     for cell in range(4):
                         dims = values_of(e, v_p, cell, strips)
                         for i in range(count):
@@ -207,8 +230,16 @@ def make_values(kind: str, rows: int, strips: int, ahead_strip: tuple[int, ...] 
                             x = e.load_quad(row_p, place) if words else e.load_word(row_p, place, LANES // 4 * count, e.i8)
                             for j in range(strips):
                                 slot = j * count + i
-                                more = e.dot_words(sums.get(slot), dims[j], x) if words else e.dot_small(sums.get(slot), x, dims[j])
-                                sums.set(slot, more)
+                                if narrow:
+                                    of_tile[slot] = e.dot_nibbles(of_tile[slot], dims[j], x)
+                                elif words:
+                                    sums.set(slot, e.dot_words(sums.get(slot), dims[j], x))
+                                else:
+                                    sums.set(slot, e.dot_small(sums.get(slot), x, dims[j]))
+                        of_tile = e.settle(of_tile) if narrow else of_tile
+                    for slot in range(0, len(of_tile), 2):
+                        whole = e.nibble_sum(of_tile[slot + 1], sums.get(slot // 2))
+                        sums.set(slot // 2, e.nibble_sum(of_tile[slot], whole, 128))
                 ps_p = pointer_to(context, builder, sig.args[8], ps_v, row_v)
                 decay_p = pointer_to(context, builder, sig.args[9], decay_v, row_v)
                 for r in range(rows):
@@ -216,6 +247,8 @@ def make_values(kind: str, rows: int, strips: int, ahead_strip: tuple[int, ...] 
                     for j in range(strips):
                         if words:
                             whole = e.word_sums(sums.get(j * rows + r))
+                        elif narrow:
+                            whole = sums.get(j * rows + r)
                         else:
                             whole = two_pieces(e, *(sums.get((j * rows + r) * 2 + piece) for piece in range(2)))
                         product = e.to_float(whole)

@@ -23,6 +23,7 @@ I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F32 = ir.FloatType()
 F32X16 = ir.VectorType(F32, LANES)
 I32X16 = ir.VectorType(I32, LANES)
+I16X16 = ir.VectorType(I16, LANES)
 
 AVX2_SUMS = 4  # of all 16 lanes, two registers each: half of the 16
 NEON_SUMS = 16  # of 32 registers: the others hold what is multiplied
@@ -252,12 +253,6 @@ class Emitter:
         starts = [offset + place * self.level.vector_bytes + part for place in self.places for part in (0, half)]
         return [self.b.sext(self._load_one(self.at(pointer, start), ir.VectorType(I8, half)), self.i16) for start in starts]
 
-    def small_words(self, codes: Wide) -> Wide:
-        """Bytes up to 127 as 16-bit words, likewise."""
-        half = self.level.vector_bytes // 2
-        masks = [ir.Constant(ir.VectorType(I32, half), list(range(first, first + half))) for first in (0, half)]
-        return [self.b.zext(self.b.shuffle_vector(part, part, mask), self.i16) for part in codes for mask in masks]
-
     def load_quad(self, pointer: Value, index: int) -> Wide:
         """The four 16-bit words number `index` at `pointer` in every 64 bits."""
         four = self.b.load(self.b.bitcast(self.at(pointer, 8 * index), I64.as_pointer()), align=1)
@@ -286,10 +281,10 @@ class Emitter:
             return self.each(self.b.add, acc, self.each(self._maddubs, codes, x))
         return self.dot_small(acc, codes, x)
 
-    def nibble_sum(self, acc: Wide, offset: Wide) -> Wide:
-        """The 32-bit sums of an accumulator begun with `nibble_start(offset)`."""
+    def nibble_sum(self, acc: Wide, offset: Wide, times: int = 1) -> Wide:
+        """The 32-bit sums of an accumulator begun with `nibble_start(offset)`. times: of what was added, where words are summed."""
         if self.level.name == "avx2":
-            return self.each(self.b.add, self.each(self._pairs, acc), offset)
+            return self.each(lambda a, o: self.b.add(self._maddwd(a, self._splat_constant(self.i16, times)), o), acc, offset)
         return acc
 
     # ---- one instruction each ------------------------------------------------------------------------------------------

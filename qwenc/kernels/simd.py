@@ -5,6 +5,7 @@ Every operation is one IEEE operation per lane in a fixed order, so all SIMD lev
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
-from qwenc.kernels.emit import F32X16, I8, I16, I32, I32X16, I64, LANES, SMALL, SMALL_BITS, Emitter, Value
+from qwenc.kernels.emit import F32X16, I8, I16X16, I32, I32X16, I64, LANES, SMALL, SMALL_BITS, Emitter, Value
 from qwenc.kernels.level import LEVEL
 
 
@@ -204,8 +205,8 @@ def store_two_pieces(typingctx, array, index, step, vector, sums, sums_at):
     def codegen(context, builder, sig, values):
         array_v, index_v, step_v, vector_v, sums_v, sums_at_v = values
         if LEVEL.words:
-            words = builder.trunc(_rounded(builder, vector_v), ir.VectorType(I16, LANES))
-            _store_words(Emitter(builder), words, I64, pointer_to(context, builder, sig.args[0], array_v, index_v), step_v)
+            pointer = pointer_to(context, builder, sig.args[0], array_v, index_v)
+            _store_words(Emitter(builder), _words(builder, vector_v), I64, pointer, step_v)
             return context.get_dummy_value()
         high, low = _pieces(builder, vector_v, signed)
         bytes_type = ir.VectorType(I8, LANES)
@@ -222,42 +223,54 @@ def store_two_pieces(typingctx, array, index, step, vector, sums, sums_at):
 
 
 def _pieces(b: ir.IRBuilder, x: Value, signed: bool) -> tuple[Value, Value]:
-    n = _rounded(b, x)
-    half = _constant(64 if signed else 0, I32X16)
-    high = b.ashr(b.add(n, half), _constant(7, I32X16))
-    return high, b.sub(n, b.shl(high, _constant(7, I32X16)))
+    n = _words(b, x)
+    half = _constant(64 if signed else 0, I16X16)
+    high = b.ashr(b.add(n, half), _constant(7, I16X16))
+    return high, b.sub(n, b.shl(high, _constant(7, I16X16)))
 
 
 def _add_sums(context: Any, b: ir.IRBuilder, sums_type: Any, sums: Value, at: Value, pieces: tuple[Value, ...]) -> None:
     pointer = b.bitcast(pointer_to(context, b, sums_type, sums, at), I32.as_pointer())
     for i, piece in enumerate(pieces):
         slot = b.gep(pointer, [I64(i)])
-        b.store(b.add(b.load(slot), _int_sum(b, piece)), slot)
+        b.store(b.add(b.load(slot), _int_sum(b, b.sext(piece, I32X16))), slot)
 
 
 @intrinsic
 def store_pieces(typingctx, array, index, vector, sums, sums_at):
     """Round 16 floats within ±16319 (0 … 16383 when `sums` is None) to integers n = 128·high + low as store_two_pieces does, and write the
-    16 high bytes, then the 16 low ones, at `index`. Where the level has words, 16 words n."""
+    16 high bytes, then the 16 low ones, at `index`."""
     signed = sums is not types.none
 
     def codegen(context, builder, sig, values):
         array_v, index_v, vector_v, sums_v, sums_at_v = values
-        if LEVEL.words:
-            words = builder.trunc(_rounded(builder, vector_v), ir.VectorType(I16, LANES))
-            pointer = pointer_to(context, builder, sig.args[0], array_v, index_v)
-            builder.store(words, builder.bitcast(pointer, words.type.as_pointer()), align=1)
-            return context.get_dummy_value()
         high, low = _pieces(builder, vector_v, signed)
-        bytes_type = ir.VectorType(I8, LANES)
-        pointer = builder.bitcast(pointer_to(context, builder, sig.args[0], array_v, index_v), bytes_type.as_pointer())
-        for i, piece in enumerate((high, low)):
-            builder.store(builder.trunc(piece, bytes_type), builder.gep(pointer, [I64(i)]), align=1)
+        both = builder.shuffle_vector(high, low, ir.Constant(ir.VectorType(I32, 2 * LANES), list(range(2 * LANES))))
+        pieces = builder.trunc(both, ir.VectorType(I8, 2 * LANES))
+        pointer = pointer_to(context, builder, sig.args[0], array_v, index_v)
+        builder.store(pieces, builder.bitcast(pointer, pieces.type.as_pointer()), align=1)
         if signed:
             _add_sums(context, builder, sig.args[3], sums_v, sums_at_v, (high, low))
         return context.get_dummy_value()
 
     return types.void(array, types.intp, f32x16, sums, types.intp), codegen
+
+
+@intrinsic
+def store_words(typingctx, array, index, vector):
+    """Round 16 floats to integers of 16 bits, in the 32 bytes at `index`."""
+
+    def codegen(context, builder, sig, values):
+        words = _words(builder, values[2])
+        pointer = pointer_to(context, builder, sig.args[0], values[0], values[1])
+        builder.store(words, builder.bitcast(pointer, words.type.as_pointer()), align=1)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, f32x16), codegen
+
+
+def _words(b: ir.IRBuilder, x: Value) -> Value:
+    return b.trunc(_rounded(b, x), I16X16)
 
 
 @intrinsic
@@ -292,7 +305,7 @@ def store_shorts(typingctx, array, index, vector):
     """Round 16 floats within ±32767 to the nearest even integer and write them at `index` of an int16 array."""
 
     def codegen(context, builder, sig, values):
-        shorts = ir.VectorType(I16, LANES)
+        shorts = I16X16
         pointer = builder.bitcast(pointer_to(context, builder, sig.args[0], values[0], values[1]), shorts.as_pointer())
         builder.store(builder.trunc(_rounded(builder, values[2]), shorts), pointer, align=1)
         return context.get_dummy_value()
@@ -305,7 +318,7 @@ def store_half(typingctx, array, index, vector):
     """Write 16 floats in half precision at `index` of a uint16 array, rounded to nearest even; beyond its range becomes infinite."""
 
     def codegen(context, builder, sig, values):
-        half_type = ir.VectorType(I16, LANES)
+        half_type = I16X16
         pointer = builder.bitcast(pointer_to(context, builder, sig.args[0], values[0], values[1]), half_type.as_pointer())
         builder.store(_to_half(builder, values[2]), pointer, align=1)
         return context.get_dummy_value()
@@ -327,7 +340,7 @@ def _to_half(b: ir.IRBuilder, x: Value) -> Value:
     value = b.select(b.icmp_unsigned("<", magnitude, c(113 << 23)), small, normal)
     value = b.select(b.icmp_unsigned(">=", magnitude, c(0x477FF000)), c(0x7C00), value)
     value = b.select(b.icmp_unsigned(">", magnitude, c(0x7F800000)), c(0x7E00), value)
-    return b.trunc(b.or_(value, sign), ir.VectorType(I16, LANES))
+    return b.trunc(b.or_(value, sign), I16X16)
 
 
 @intrinsic
@@ -488,3 +501,18 @@ def exp(b, x):
     exponent = b.shl(b.bitcast(shifted, I32X16), _constant(23, I32X16))  # n moved into the exponent field
     power = b.bitcast(b.add(exponent, _constant(0x3F800000, I32X16)), F32X16)
     return b.select(tiny, _constant(0.0), b.fmul(poly, power))
+
+
+# ---- a rough exp ----------------------------------------------------------------------------------------------------------
+# A float's bits, read as an integer, are about 2^23·(log2 x + 127): the line between two powers of two lies up to 6 % above 2^x. Lowered
+# so that it errs by as much either way.
+BITS_PER_E = 2.0**23 / math.log(2.0)
+BITS_OF_ONE = 2.0**23 * (127 - 0.0430)
+
+
+@_operation(f32x16, f32x16)
+def rough_exp(b, x):
+    """e^x within 3 %, for x ≤ 0; 0 below about -87 and for NaN."""
+    bits = _fma(b, x, _constant(BITS_PER_E), _constant(BITS_OF_ONE))
+    positive = b.select(b.fcmp_ordered(">", bits, _constant(0.0)), bits, _constant(0.0))
+    return b.bitcast(b.fptosi(positive, I32X16), F32X16)
