@@ -137,25 +137,31 @@ dot_products "$RESULTS/a76.s" >&2
 [[ $(dot_products "$RESULTS/a72.s" | awk '$2 > 0' | wc -l) == 0 ]] || fail "sdot on a Cortex-A72, which has none"
 [[ "${1:-}" == kernels ]] && exit
 
-trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
-say "arm_check: the same run on three CPUs, and the kernel tests as a Cortex-A76"
-PYTHONPATH=$PWD QWENC_CACHE="$FOLDER/host-cache" "$PYTHON" scripts/kernel_digests.py >"$RESULTS/here" 2>"$RESULTS/here.log" &
-here=$!
-a72 scripts/kernel_digests.py >"$RESULTS/a72" 2>"$RESULTS/a72.log" &
-slow=$!
-# shellcheck disable=SC2086
-{ a76 scripts/kernel_digests.py >"$RESULTS/a76" 2>"$RESULTS/a76.log" && a76 -m pytest -q -p no:cacheprovider $TESTS >"$RESULTS/tests.log" 2>&1; } &
-fast=$!
-wait "$here" || { cat "$RESULTS/here.log" >&2; fail "on this machine"; }
-wait "$slow" || { cat "$RESULTS/a72.log" >&2; fail "as a Cortex-A72"; }
-wait "$fast" || { cat "$RESULTS/a76.log" "$RESULTS/tests.log" >&2; fail "as a Cortex-A76"; }
-grep -q "SIMD level neon" "$RESULTS/a76.log" || fail "a Cortex-A76 does not take the dot product"
-grep -q "SIMD level plain" "$RESULTS/a72.log" || fail "a Cortex-A72 does not take the fallback"
-cat "$RESULTS/here" >&2
-for cpu in a76 a72; do
-  diff "$RESULTS/here" "$RESULTS/$cpu" >&2 || fail "cortex-$cpu differs"
-  say "arm_check: cortex-$cpu gives the same"
-done
+# greedy CPU MACHINE: what the tiny checkpoint says as that CPU, with steps compiled here, into RESULTS/CPU
+greedy() {
+  local folder=$RESULTS/greedy-$1
+  rm -rf "$folder"
+  "$PYTHON" scripts/arm_greedy.py pack "$folder" >&2
+  arm "$1" "$2" scripts/arm_greedy.py key "$folder"
+  "$PYTHON" scripts/arm_greedy.py compile "$folder" --cpu "$1"
+  NUMBA_CACHE_DIR=$folder/jit arm "$1" "$2" scripts/arm_greedy.py run "$folder" >"$RESULTS/$1" 2>"$RESULTS/$1.log" || { cat "$RESULTS/$1.log" >&2; fail "as a $1"; }
+  grep -q "SIMD level $3" "$RESULTS/$1.log" || fail "a $1 does not take the level $3"
+  grep -q compiles "$RESULTS/$1.log" && fail "a $1 compiles what was compiled for it"
+  diff "$RESULTS/here" "$RESULTS/$1" >&2 || fail "a greedy run differs as a $1"
+  say "arm_check: as a $1 the same"
+}
 
+say "arm_check: a greedy run of the tiny checkpoint here"
+"$PYTHON" scripts/arm_greedy.py pack "$RESULTS/greedy" >&2
+QWENC_CACHE="$FOLDER/host-cache" "$PYTHON" scripts/arm_greedy.py run "$RESULTS/greedy" >"$RESULTS/here" 2>"$RESULTS/here.log" || { cat "$RESULTS/here.log" >&2; fail "on this machine"; }
+cat "$RESULTS/here" >&2
+say "arm_check: the same run on two Arm CPUs"
+greedy cortex-a76 rk3588 neon
+greedy cortex-a72 raspberry-pi-4 plain
+[[ "${1:-}" == greedy ]] && exit
+
+say "arm_check: the kernel tests as a Cortex-A76"
+# shellcheck disable=SC2086
+a76 -m pytest -q -p no:cacheprovider $TESTS >"$RESULTS/tests.log" 2>&1 || { tail -n 30 "$RESULTS/tests.log" >&2; fail "a kernel test"; }
 tail -n 1 "$RESULTS/tests.log" >&2
 say "arm_check: passed"

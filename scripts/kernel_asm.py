@@ -59,18 +59,19 @@ def kernels() -> dict[str, Kernel]:
 
 def matrix_kernels() -> dict[str, Kernel]:
     from qwenc.kernels.jit import helper
-    from qwenc.kernels.linear import linear_many, linear_one
+    from qwenc.kernels.linear import linear_many, linear_one, make_ready
     from qwenc.kernels.records import Q4, Q8, TILE, Acts, Q8Fast
 
     @helper
-    def gemv(w, acts, out, times):
+    def gemv(w, room, acts, out, times):
         for _ in range(times):
             linear_one(w, 0, 0, acts, 0, out, 0)
 
     @helper
-    def gemm(w, acts, out, times):
+    def gemm(w, room, acts, out, times):
+        make_ready(w, 0, 0, room)
         for _ in range(times):
-            linear_many(w, 0, 0, acts, 0, out, 0)
+            linear_many(w, room, 0, 0, acts, 0, out, 0)
 
     def arguments(record: Any, size: int, tokens: int) -> Callable[[], tuple]:
         def make() -> tuple:
@@ -80,7 +81,7 @@ def matrix_kernels() -> dict[str, Kernel]:
             x = RNG.integers(-127, 128, INPUTS * tokens * pieces).astype(np.int8)
             rows = groups * tokens
             acts = Acts(x, np.full(rows, 0.01, np.float32), np.zeros(rows * pieces, np.int32), np.zeros(0, np.float32))
-            return record(codes, scales), acts, np.zeros(16 * tokens, np.float32), 1
+            return record(codes, scales), np.zeros(groups * 512, np.uint8), acts, np.zeros(16 * tokens, np.float32), 1
 
         return make
 

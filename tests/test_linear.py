@@ -6,7 +6,7 @@ from unpack import q4_codes, q8_codes, unpack_f32, unpack_scales
 
 from qwenc.checkpoint.quantise import pack_f32, pack_q4, pack_q8
 from qwenc.kernels.jit import allocating
-from qwenc.kernels.linear import linear_many, linear_one, prepare, read_row
+from qwenc.kernels.linear import linear_many, linear_one, make_ready, new_room, prepare, read_row
 from qwenc.kernels.records import F32, Q4, Q8, TILE, Q8Fast, new_acts
 
 
@@ -22,10 +22,11 @@ def run_one(w, stack, x, acts, out):
 def run_many(w, stack, x, acts, out):
     for t in range(x.shape[0]):
         prepare(w, x, t * x.shape[1], acts, TILE, t)
-    sums = np.empty(16 * TILE, np.float32)
+    sums, room = np.empty(16 * TILE, np.float32), new_room(w)
     for tile in range(out.shape[1] // 16):
+        make_ready(w, stack, tile, room)
         for token_tile in range((x.shape[0] + TILE - 1) // TILE):
-            linear_many(w, stack, tile, acts, token_tile, sums, 0)
+            linear_many(w, room, stack, tile, acts, token_tile, sums, 0)
             for t in range(token_tile * TILE, min(x.shape[0], (token_tile + 1) * TILE)):
                 out[t, 16 * tile : 16 * tile + 16] = sums[16 * (t % TILE) : 16 * (t % TILE) + 16]
 

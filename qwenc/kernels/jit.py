@@ -24,6 +24,7 @@ from qwenc.errors import UsageError
 try:
     import numba
     from numba.core import caching, codegen
+    from numba.core.registry import cpu_target
     from numba.extending import overload
 except ValueError as error:  # a NUMBA_* variable that it cannot read
     raise UsageError(f"numba does not start: {error}") from None
@@ -107,6 +108,13 @@ class _ForgivingCache(caching.FunctionCache):
 
     _impl_class = _Implementation
 
+    def holds(self, types: tuple) -> bool:
+        """Whether the index names code for arguments of these types."""
+        try:
+            return self._index_key(types, cpu_target.target_context.codegen()) in self._cache_file._load_index()
+        except Exception:
+            return False
+
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
             found = super().load_overload(sig, target_context)
@@ -125,6 +133,11 @@ class _ForgivingCache(caching.FunctionCache):
                 super().save_overload(sig, data)
             except Exception:
                 return
+
+
+def is_cached(kernel: Any, types: tuple) -> bool:
+    """Whether a kernel need not be compiled for arguments of these Numba types."""
+    return isinstance(kernel._cache, _ForgivingCache) and kernel._cache.holds(types)
 
 
 _on_compile: Callable[[], None] = lambda: None  # noqa: E731

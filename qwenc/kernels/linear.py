@@ -7,10 +7,13 @@ from numba import types
 
 from qwenc.kernels import simd
 from qwenc.kernels.jit import by_type, helper
-from qwenc.kernels.linear_tiles import AHEAD, GROUP, PIECES_TOP, make_linear, make_linear_f32
+from qwenc.kernels.level import LEVEL
+from qwenc.kernels.linear_tiles import AHEAD, GROUP, PIECES_TOP, make_linear, make_linear_f32, open_codes
 from qwenc.kernels.records import F32, Q4, Q8, TILE, Q8Fast
 
-linear_q4_one, linear_q4_many = make_linear("q4", 1, AHEAD), make_linear("q4", TILE)
+# Taking 4-bit codes apart once for all tokens of a mini-batch pays where that is not hidden behind the products (docs/benchmarks.md).
+OPENS = LEVEL.name == "avx2"
+linear_q4_one, linear_q4_many = make_linear("q4", 1, AHEAD), make_linear("open" if OPENS else "q4", TILE)
 linear_q8_one, linear_q8_many = make_linear("q8", 1, AHEAD), make_linear("q8", TILE)
 linear_q8fast_one, linear_q8fast_many = make_linear("q8fast", 1, AHEAD), make_linear("q8fast", TILE)
 linear_f32_one, linear_f32_many = make_linear_f32(1), make_linear_f32(TILE)
@@ -37,9 +40,39 @@ def linear_one(w, stack, tile, acts, token, out, out_at):
     raise NotImplementedError("runs in compiled code only")
 
 
-def linear_many(w, stack, tile, acts, token, out, out_at):
-    """out[out_at + 16·t + row] for the TILE tokens of token tile number `token`, prepared with tokens=TILE."""
+def new_room(w):
+    """Room for a row tile that is made ready for `linear_many`."""
     raise NotImplementedError("runs in compiled code only")
+
+
+def make_ready(w, stack, tile, room):
+    """Bring row tile `tile` into the form in which `linear_many` reads it."""
+    raise NotImplementedError("runs in compiled code only")
+
+
+def linear_many(w, room, stack, tile, acts, token, out, out_at):
+    """out[out_at + 16·t + row] for the TILE tokens of token tile number `token`, prepared with tokens=TILE. room: with this row tile made
+    ready."""
+    raise NotImplementedError("runs in compiled code only")
+
+
+@by_type(new_room, allocates=True)
+def _new_room(w):
+    if _is(w, Q4) and OPENS:
+        return lambda w: np.empty(w.codes.shape[2] * 512, np.uint8)
+    return lambda w: np.empty(0, np.uint8)
+
+
+@by_type(make_ready)
+def _make_ready(w, stack, tile, room):
+    if not (_is(w, Q4) and OPENS):
+        return lambda w, stack, tile, room: None
+
+    def run(w, stack, tile, room):
+        groups = w.codes.shape[2]
+        open_codes(w.codes, (stack * w.codes.shape[1] + tile) * groups * w.codes.shape[3], groups, room)
+
+    return run
 
 
 def fetch_rows(w, stack, tile):
@@ -70,25 +103,39 @@ def _quantised(kernel):
     return run
 
 
-def _by_format(q4, q8, q8fast, f32):
-    """The overload of `linear_one` or `linear_many` that calls the kernel of the matrix's format."""
+def _opened(kernel):
+    def run(w, room, stack, tile, acts, token, out, out_at):
+        groups = w.codes.shape[2]
+        at = (stack * w.codes.shape[1] + tile) * groups
+        kernel(room, 0, w.scales, at * 16, acts.codes, acts.scales, acts.offsets, token, groups, out, out_at)
 
-    def choose(w, stack, tile, acts, token, out, out_at):
-        for record, kernel in ((Q4, q4), (Q8, q8), (Q8Fast, q8fast)):
-            if _is(w, record):
-                return _quantised(kernel)
-
-        def run_f32(w, stack, tile, acts, token, out, out_at):
-            inputs = w.values.shape[2]
-            f32(w.values, (stack * w.values.shape[1] + tile) * inputs * 16, acts.values, token, inputs, out, out_at)
-
-        return run_f32
-
-    return choose
+    return run
 
 
-by_type(linear_one)(_by_format(linear_q4_one, linear_q8_one, linear_q8fast_one, linear_f32_one))
-by_type(linear_many)(_by_format(linear_q4_many, linear_q8_many, linear_q8fast_many, linear_f32_many))
+def _by_format(w, q4, q8, q8fast, f32):
+    """What calls the kernel of the matrix's format."""
+    for record, kernel in ((Q4, q4), (Q8, q8), (Q8Fast, q8fast)):
+        if _is(w, record):
+            return _quantised(kernel)
+
+    def run_f32(w, stack, tile, acts, token, out, out_at):
+        inputs = w.values.shape[2]
+        f32(w.values, (stack * w.values.shape[1] + tile) * inputs * 16, acts.values, token, inputs, out, out_at)
+
+    return run_f32
+
+
+@by_type(linear_one)
+def _linear_one(w, stack, tile, acts, token, out, out_at):
+    return _by_format(w, linear_q4_one, linear_q8_one, linear_q8fast_one, linear_f32_one)
+
+
+@by_type(linear_many)
+def _linear_many(w, room, stack, tile, acts, token, out, out_at):
+    if _is(w, Q4) and OPENS:
+        return _opened(linear_q4_many)
+    run_tile = helper(_by_format(w, linear_q4_many, linear_q8_many, linear_q8fast_many, linear_f32_many))
+    return lambda w, room, stack, tile, acts, token, out, out_at: run_tile(w, stack, tile, acts, token, out, out_at)
 
 
 # ---- activations ----------------------------------------------------------------------------------------------------------

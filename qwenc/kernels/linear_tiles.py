@@ -5,7 +5,7 @@ Each `make_*` returns a Numba intrinsic for one tile size. Arguments named `*_at
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,19 +26,41 @@ PIECES_TOP = np.float32(16319.0)  # 128·127 + 63: the largest value in two sign
 # ---- linear: y[t, row] = Σ_k w[row, k]·x[t, k] for 16 rows ------------------------------------------------------------------
 def _linear_q4_group(e: Emitter, at: Callable[[str], Value], tokens: int) -> list[Wide]:
     """Sums of one group of 32, as floats: (code − 8)·x, by the offset −8·Σx that the activations carry."""
-    return [total for which in e.batches(tokens) for total in _some_q4_sums(e, at, tokens, which)]
+    return [total for which in e.batches(tokens) for total in _some_nibble_sums(e, at, tokens, which, _packed_nibbles)]
 
 
-def _some_q4_sums(e: Emitter, at: Callable[[str], Value], tokens: int, which: Sequence[int]) -> list[Wide]:
+def _linear_open_group(e: Emitter, at: Callable[[str], Value], tokens: int) -> list[Wide]:
+    """The same of codes that have a byte each."""
+    return [total for which in e.batches(tokens) for total in _some_nibble_sums(e, at, tokens, which, _open_nibbles)]
+
+
+def _packed_nibbles(e: Emitter, codes: Value) -> Iterator[tuple[int, Wide]]:
+    """The cells of a group, 4 inputs of 16 rows, and their numbers."""
+    for j in range(4):
+        both = e.load(codes, e.i8, 64 * j)
+        yield j, e.low_nibbles(both)
+        yield j + 4, e.high_nibbles(both)
+
+
+def _open_nibbles(e: Emitter, codes: Value) -> Iterator[tuple[int, Wide]]:
+    for cell in range(8):
+        yield cell, e.load(codes, e.i8, 64 * cell)
+
+
+def _some_nibble_sums(
+    e: Emitter,
+    at: Callable[[str], Value],
+    tokens: int,
+    which: Sequence[int],
+    cells_of: Callable[[Emitter, Value], Iterator[tuple[int, Wide]]],
+) -> list[Wide]:
     """Those of the tokens `which`."""
     offsets = [e.small_start(e.load_splat(at("xo"), 4 * t, e.i32)) for t in which]
     acc = [e.nibble_start(offset) for offset in offsets]
-    for j in range(4):
-        codes = e.load(at("codes"), e.i8, 64 * j)
-        for half, nibbles in ((j, e.low_nibbles(codes)), (j + 4, e.high_nibbles(codes))):
-            for i, t in enumerate(which):
-                acc[i] = e.dot_nibbles(acc[i], nibbles, e.load_word(at("x"), half * tokens + t, 8 * tokens, e.i8))
-            acc = e.settle(acc)
+    for cell, nibbles in cells_of(e, at("codes")):
+        for i, t in enumerate(which):
+            acc[i] = e.dot_nibbles(acc[i], nibbles, e.load_word(at("x"), cell * tokens + t, 8 * tokens, e.i8))
+        acc = e.settle(acc)
     return [e.small_to_float(e.nibble_sum(a, offset)) for a, offset in zip(acc, offsets, strict=True)]
 
 
@@ -89,7 +111,12 @@ def _some_word_sums(e: Emitter, at: Callable[[str], Value], tokens: int, which: 
 
 
 # format -> bytes of a group of 16 rows × 32 inputs, pieces of an activation, sums of a group
-QUANTISED = {"q4": (256, 1, _linear_q4_group), "q8fast": (512, 1, _linear_q8_group), "q8": (512, 2, _linear_q8_fine_group)}
+QUANTISED = {
+    "q4": (256, 1, _linear_q4_group),
+    "open": (512, 1, _linear_open_group),
+    "q8fast": (512, 1, _linear_q8_group),
+    "q8": (512, 2, _linear_q8_fine_group),
+}
 
 
 def make_linear(fmt: str, tokens: int, ahead: int = 0) -> Any:
@@ -139,6 +166,23 @@ def make_linear(fmt: str, tokens: int, ahead: int = 0) -> Any:
         return types.void(codes, at, scales, at, x, xs, xo, at, at, out, at), codegen
 
     return tile
+
+
+@intrinsic
+def open_codes(typingctx, codes, codes_at, groups, room):
+    """The 4-bit codes of a row tile, `groups` groups from codes[codes_at] on, to a byte each in room uint8 [groups][8 cells][64]."""
+
+    def codegen(context, builder, sig, values):
+        e = Emitter(builder)
+        packed = pointer_to(context, builder, sig.args[0], values[0], values[1])
+        opened = pointer_to(context, builder, sig.args[3], values[3], I64(0))
+        with cgutils.for_range(builder, values[2]) as loop:
+            target = e.at(opened, builder.mul(loop.index, I64(512)))
+            for cell, nibbles in _packed_nibbles(e, e.at(packed, builder.mul(loop.index, I64(256)))):
+                e.store(nibbles, target, 64 * cell)
+        return context.get_dummy_value()
+
+    return types.void(codes, types.intp, types.intp, room), codegen
 
 
 def make_linear_f32(tokens: int) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from qwenc.kernels.jit import allocating, helper
-from qwenc.kernels.linear import fetch_rows, linear_many, linear_one, prepare, row_tiles
+from qwenc.kernels.linear import fetch_rows, linear_many, linear_one, make_ready, new_room, prepare, row_tiles
 from qwenc.kernels.pointwise import add_into, copy_into, rms_norm
 from qwenc.kernels.records import TILE
 from qwenc.kernels.sync import barrier, chunk_of, claim, next_piece, piece_of
@@ -44,12 +44,13 @@ def matrix_tokens(team, phase, w, stack, tokens, acts, out, add):
     """out [tokens, width] = or += matrix · activations of a mini-batch."""
     tiles, width = row_tiles(w), out.shape[1]
     chunk = chunk_of(tiles)
-    sums = np.empty(TILE * 16, np.float32)
+    sums, room = np.empty(TILE * 16, np.float32), new_room(w)
     first = claim(team, phase) * chunk
     while first < tiles:
         for tile in range(first, min(tiles, first + chunk)):
+            make_ready(w, stack, tile, room)
             for t in range(0, tokens, TILE):
-                linear_many(w, stack, tile, acts, t // TILE, sums, 0)
+                linear_many(w, room, stack, tile, acts, t // TILE, sums, 0)
                 for i in range(min(TILE, tokens - t)):
                     deliver(sums, 16 * i, out, (t + i) * width + 16 * tile, add)
         first = claim(team, phase) * chunk

@@ -10,7 +10,7 @@ import numpy as np
 
 from qwenc.kernels import simd
 from qwenc.kernels.jit import allocating, by_type, helper
-from qwenc.kernels.linear import linear_many, linear_one, prepare, row_tiles
+from qwenc.kernels.linear import linear_many, linear_one, make_ready, new_room, prepare, row_tiles
 from qwenc.kernels.pointwise import copy_into, dot, rms_norm, silu_mul
 from qwenc.kernels.records import TILE
 from qwenc.kernels.sync import barrier, chunk_of, claim, lap
@@ -195,15 +195,18 @@ def expert_gate_up(team, phase, gate_up, down, layer, experts, acts, b):
     pairs = row_tiles(gate_up) // 2
     width = (pairs * 16 + 31) // 32 * 32
     parts = 4  # of an expert's rows per claim
-    sums = np.empty(2 * TILE * 16, np.float32)
+    sums, gate_room, up_room = np.empty(2 * TILE * 16, np.float32), new_room(gate_up), new_room(gate_up)
     item = claim(team, phase)
     while item < experts * parts:
         e, part = item // parts, item % parts
         if b.expert_tile[e] < b.expert_tile[e + 1]:
+            stack = layer * experts + e
             for pair in range(part * pairs // parts, (part + 1) * pairs // parts):
+                make_ready(gate_up, stack, 2 * pair, gate_room)
+                make_ready(gate_up, stack, 2 * pair + 1, up_room)
                 for token_tile in range(b.expert_tile[e], b.expert_tile[e + 1]):
-                    linear_many(gate_up, layer * experts + e, 2 * pair, acts, token_tile, sums, 0)
-                    linear_many(gate_up, layer * experts + e, 2 * pair + 1, acts, token_tile, sums, TILE * 16)
+                    linear_many(gate_up, gate_room, stack, 2 * pair, acts, token_tile, sums, 0)
+                    linear_many(gate_up, up_room, stack, 2 * pair + 1, acts, token_tile, sums, TILE * 16)
                     for i in range(TILE):
                         silu_mul(sums, 16 * i, (TILE + i) * 16, b.expert_ffn, (token_tile * TILE + i) * width + 16 * pair)
         item = claim(team, phase)
@@ -216,14 +219,15 @@ def expert_down(team, phase, down, layer, experts, acts, b):
     """b.y [place, hidden_room] = down(ffn)."""
     tiles = row_tiles(down)
     parts = 4
-    sums = np.empty(TILE * 16, np.float32)
+    sums, room = np.empty(TILE * 16, np.float32), new_room(down)
     item = claim(team, phase)
     while item < experts * parts:
         e, part = item // parts, item % parts
         if b.expert_tile[e] < b.expert_tile[e + 1]:
             for tile in range(part * tiles // parts, (part + 1) * tiles // parts):
+                make_ready(down, layer * experts + e, tile, room)
                 for token_tile in range(b.expert_tile[e], b.expert_tile[e + 1]):
-                    linear_many(down, layer * experts + e, tile, acts, token_tile, sums, 0)
+                    linear_many(down, room, layer * experts + e, tile, acts, token_tile, sums, 0)
                     for i in range(TILE):
                         copy_into(sums, 16 * i, b.y, (token_tile * TILE + i) * b.y.shape[1] + 16 * tile)
         item = claim(team, phase)

@@ -9,7 +9,7 @@ import numpy as np
 
 from qwenc.attention.rows import new_rows
 from qwenc.kernels.jit import allocating, by_type, jit
-from qwenc.kernels.linear import linear_many, prepare, read_row, row_tiles
+from qwenc.kernels.linear import linear_many, make_ready, new_room, prepare, read_row, row_tiles
 from qwenc.kernels.pointwise import all_finite, rms_norm, silu_mul
 from qwenc.kernels.records import TILE, new_acts
 from qwenc.kernels.sync import agree_to_leave, barrier, chunk_of, claim, lap, leaving, now_ns
@@ -97,14 +97,16 @@ def _mlp_many(team, phase, w, gate_up, down, shape, layer, stack, tokens, b, now
         now = lap(team, NORM, now)
         pairs = row_tiles(gate_up) // 2
         width = (16 * pairs + 31) // 32 * 32
-        sums = np.empty(2 * TILE * 16, np.float32)
+        sums, gate_room, up_room = np.empty(2 * TILE * 16, np.float32), new_room(gate_up), new_room(gate_up)
         chunk = chunk_of(pairs)
         first = claim(team, phase + 1) * chunk
         while first < pairs:
             for pair in range(first, min(pairs, first + chunk)):
+                make_ready(gate_up, stack, 2 * pair, gate_room)
+                make_ready(gate_up, stack, 2 * pair + 1, up_room)
                 for t in range(0, tokens, TILE):
-                    linear_many(gate_up, stack, 2 * pair, b.acts, t // TILE, sums, 0)
-                    linear_many(gate_up, stack, 2 * pair + 1, b.acts, t // TILE, sums, TILE * 16)
+                    linear_many(gate_up, gate_room, stack, 2 * pair, b.acts, t // TILE, sums, 0)
+                    linear_many(gate_up, up_room, stack, 2 * pair + 1, b.acts, t // TILE, sums, TILE * 16)
                     for i in range(min(TILE, tokens - t)):
                         silu_mul(sums, 16 * i, (TILE + i) * 16, b.ffn, (t + i) * width + 16 * pair)
             first = claim(team, phase + 1) * chunk

@@ -11,7 +11,8 @@ import numba
 import numpy as np
 
 from qwenc.errors import QwencError
-from qwenc.kernels.jit import compiling
+from qwenc.kernels.apart import Apart, Job, can_compile_apart
+from qwenc.kernels.jit import compiling, is_cached
 from qwenc.kernels.sync import BROKEN, STOP, new_sync
 from qwenc.machine.later import Later
 from qwenc.machine.team import ThreadTeam
@@ -57,7 +58,19 @@ class Steps:
 
 
 def compile_steps(jobs: Sequence[tuple[Any, tuple]], reporter: Reporter) -> None:
-    """Compiles each (step, arguments), or loads it from the cache."""
+    """Compiles each (step, arguments), or loads it from the cache. All but the first that has to be compiled are, where that can be, in
+    another process meanwhile."""
+    typed = [(step, tuple(numba.typeof(argument) for argument in arguments)) for step, arguments in jobs]
+    missing = [(step, types) for step, types in typed if not is_cached(step, types)]
+    others = Apart(missing[1:]) if len(missing) > 1 and can_compile_apart() else None
+    try:
+        _compile_all(typed, others, missing[:1], reporter)
+    finally:
+        if others is not None:
+            others.stop()
+
+
+def _compile_all(jobs: Sequence[Job], others: Apart | None, here: Sequence[Job], reporter: Reporter) -> None:
     told: list[bool] = []
 
     def tell() -> None:
@@ -66,10 +79,11 @@ def compile_steps(jobs: Sequence[tuple[Any, tuple]], reporter: Reporter) -> None
             told.append(True)
 
     with compiling(tell):
-        for done, (step, arguments) in enumerate(jobs):
+        for done, (step, types) in enumerate(jobs):
             if told:
                 reporter.progress("compile", done, len(jobs), "steps")
-            types = tuple(numba.typeof(argument) for argument in arguments)
+            if others is not None and (step, types) not in here:
+                Later(others.wait).result()
             # in a thread of its own: LLVM's callbacks swallow a KeyboardInterrupt that comes while they run
             Later(partial(step.compile, types)).result()
     if told:
