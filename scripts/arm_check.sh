@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
 # Check the Arm kernels without a board: an arm64 CPython and Numba under qemu-user, from Debian's and PyPI's packages.
 #
-#   scripts/arm_check.sh            build what is missing (.arm/, once, some minutes), then check (about 20 minutes)
+#   scripts/arm_check.sh            build what is missing (.arm/, once, some minutes), then check
 #   scripts/arm_check.sh kernels    only what takes a minute: 1 and 2
+#   scripts/arm_check.sh greedy     and what takes some minutes: 3
 #   scripts/arm_check.sh python …   run a program there instead (as a Cortex-A76)
 #
 # 1. Every kernel, compiled here for a Cortex-A76 and for a Cortex-A72, which has no dot product, and run there: it must write what it writes
 # here, to the bit. 2. The kernels' assembly holds `sdot` on the first and none on the second. 3. A greedy run of the tiny checkpoint here and
-# on both, compiled there: tokens, integers and floats must be the same. 4. The kernel tests as a Cortex-A76.
-# Emulation says nothing about speed: scripts/a76_model.py does, on paper. Needs an x86 machine with AVX2, apt-get, dpkg and a Python with the packages of setup.cfg
+# on both, its steps compiled here: tokens, integers and floats must be the same. 4. The kernel tests as a Cortex-A76, compiled there, which
+# takes long.
+# Emulation says nothing about speed: scripts/a76_model.py does, on paper. Needs an x86 machine with AVX2, apt-get, dpkg and a Python 3.11 with the packages of setup.cfg
 # ($PYTHON, else the checkout's .venv, else python3); no root. ARM_FOLDER moves .arm, DEBIAN_MIRROR names another mirror.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -22,6 +24,7 @@ ROOT=$FOLDER/root
 SITE=$ROOT/site
 RELEASE=bookworm
 ARM_PYTHON=3.11
+ARM_PYTHON_TUPLE="3, 11"
 ARM_PACKAGES="python3.11-minimal libpython3.11-minimal libpython3.11-stdlib libc6 libgcc-s1 libstdc++6 libgomp1 zlib1g libexpat1
   libffi8 libssl3 libbz2-1.0 liblzma5 libsqlite3-0 libuuid1"
 HOST_PACKAGES="qemu-user-static binutils-aarch64-linux-gnu binutils-common libbinutils libjansson4 libzstd1 zlib1g"
@@ -102,6 +105,7 @@ fail() { say "arm_check: FAILED: $*"; exit 1; }
 # dot_products FILE: per kernel of scripts/kernel_asm.py its name and how many sdot it holds
 dot_products() { awk '/^# kernel/ { name = $3; count[name] = 0 } $1 == "sdot" { count[name]++ } END { for (k in count) print k, count[k] }' "$1" | sort; }
 
+"$PYTHON" -c "import sys; sys.exit(sys.version_info[:2] != ($ARM_PYTHON_TUPLE))" || fail "$PYTHON is no Python $ARM_PYTHON, for which the steps are compiled"
 build
 if [[ "${1:-}" == python ]]; then
   shift

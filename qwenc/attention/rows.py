@@ -167,7 +167,7 @@ def split_queries(r, rows):
                 at = first * head_dim * 2 + d * width * 2 + lane * 32
                 q = simd.mul(simd.load(r.q, i * head_dim + d), factor)
                 if WORDS:
-                    simd.store_words(r.qp, at, q)
+                    simd.store_shorts(r.qp, at, q)
                 else:
                     simd.store_pieces(r.qp, at, q, r.qo, 2 * i)
             r.qo[i, 0] *= -SIGNED_BIAS
@@ -217,6 +217,6 @@ def split_weights(weights, at, r, base, step, unit, tiles, words):
     for i in range(tiles):
         weight = simd.mul(simd.load(weights, at + 16 * i), factor)
         if words:
-            simd.store_words(r.pp, base + step * i, weight)
+            simd.store_shorts(r.pp, base + step * i, weight)
         else:
             simd.store_pieces(r.pp, base + step * i, weight, None, 0)

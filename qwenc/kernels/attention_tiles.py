@@ -20,7 +20,7 @@ from numba.extending import intrinsic
 
 from qwenc.kernels.emit import I64, LANES, Accumulators, Emitter, Value, Wide, two_pieces
 from qwenc.kernels.level import LEVEL
-from qwenc.kernels.simd import pointer_to
+from qwenc.kernels.vector import pointer_to
 
 SEGMENT = 16  # tiles whose scores are held at once: 256 keys
 LINE = 64  # bytes of a cache line

@@ -14,7 +14,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from qwenc.kernels.emit import I64, LANES, Accumulators, Emitter, Value, Wide, two_pieces
-from qwenc.kernels.simd import pointer_to
+from qwenc.kernels.vector import pointer_to
 
 # Bytes of codes that one token's matrices are fetched ahead: a page, since the core's own prefetcher stops at the end of each. It makes
 # decode 10 % quicker (docs/benchmarks.md).

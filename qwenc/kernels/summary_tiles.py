@@ -11,7 +11,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from qwenc.kernels.emit import F32, I8, I16, I32, I64, LANES, Accumulators, Emitter, Value
-from qwenc.kernels.simd import pointer_to
+from qwenc.kernels.vector import pointer_to
 
 UNITS_AT_ONCE = 8
 F32X8 = ir.VectorType(F32, UNITS_AT_ONCE)

@@ -19,14 +19,17 @@ from numba.extending import intrinsic
 from qwenc.kernels.emit import I32, I64
 from qwenc.kernels.jit import helper
 from qwenc.kernels.level import ARM, LEVEL
-from qwenc.kernels.simd import pointer_to
+from qwenc.kernels.vector import pointer_to
 
-SPINS = 2000  # looks at the barrier before the thread sleeps: about 30 µs
+# Looks at the barrier before a thread sleeps, at most and at least: about 300 and 30 µs. Waking takes as long as the former on a virtual
+# machine, so sleeping is for waits that are longer. But a thread that waits for one that has no core keeps it from having one.
+MOST_SPINS, LEAST_SPINS = 20000, 2000
+HASTE_STEP, CALM_STEP = 4500, 100  # fewer looks after a wait that ended asleep, more again after one that did not
 # slots of the sync array, a cache line apart. STOP: the caller asks to leave; LEAVING: rank 0 has agreed; BROKEN: a thread is gone,
 # nobody waits any more
-# SLEEPERS: threads that the last one to arrive has to wake
-ARRIVED, GENERATION, STOP, LEAVING, BROKEN, SLEEPERS = 0, 8, 16, 24, 32, 40
-SYNC_SLOTS = 48
+# SLEEPERS: threads that the last one to arrive has to wake; HASTE: by how much less than MOST_SPINS a thread looks, kept from step to step
+ARRIVED, GENERATION, STOP, LEAVING, BROKEN, SLEEPERS, HASTE = 0, 8, 16, 24, 32, 40, 48
+SYNC_SLOTS = 56
 # number of the system call futex, by machine; None: sched_yield instead
 FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine()) if sys.platform == "linux" and sys.maxsize > 2**32 else None
 FUTEX_WAIT, FUTEX_WAKE = 128, 129  # among threads of one process
@@ -37,6 +40,11 @@ CLOCK_MONOTONIC = 6 if sys.platform == "darwin" else 1
 def new_sync() -> np.ndarray:
     """The int64 array that a team meets at."""
     return np.zeros(SYNC_SLOTS, np.int64)
+
+
+def begin_step(sync: np.ndarray) -> None:
+    """Make it ready for a step, which the one before may have left early."""
+    sync[:HASTE] = 0
 
 
 def _word(context, builder, array_type, array, index):
@@ -141,10 +149,10 @@ def barrier(team):
         if fetch_add(team.sync, SLEEPERS, 0) > 0:
             wake_all(team.sync, GENERATION)
         return
-    looks = 0
+    looks, haste = 0, read_acquire(team.sync, HASTE)
     while read_acquire(team.sync, GENERATION) == generation:
         looks += 1
-        if looks < SPINS:
+        if looks < MOST_SPINS - haste:
             relax()
         elif read_acquire(team.sync, BROKEN) != 0:
             return
@@ -152,6 +160,10 @@ def barrier(team):
             fetch_add(team.sync, SLEEPERS, 1)  # before it looks again: the last one to arrive sees either this or a sleeper
             sleep_while(team.sync, GENERATION, generation)
             fetch_add(team.sync, SLEEPERS, -1)
+    if looks >= MOST_SPINS - haste:
+        fetch_add(team.sync, HASTE, min(HASTE_STEP, max(0, MOST_SPINS - LEAST_SPINS - haste)))
+    elif haste > 0:
+        fetch_add(team.sync, HASTE, -min(CALM_STEP, haste))
 
 
 @helper

@@ -13,7 +13,7 @@ import numpy as np
 from qwenc.errors import QwencError
 from qwenc.kernels.apart import Apart, Job, can_compile_apart
 from qwenc.kernels.jit import compiling, is_cached
-from qwenc.kernels.sync import BROKEN, STOP, new_sync
+from qwenc.kernels.sync import BROKEN, STOP, begin_step, new_sync
 from qwenc.machine.later import Later
 from qwenc.machine.team import ThreadTeam
 from qwenc.model.records import TIMER_SLOTS, Team
@@ -35,7 +35,7 @@ class Steps:
         """Calls step(team record) on every thread."""
         self._claims[:] = 0
         self.timer[:] = 0
-        self._sync[:] = 0
+        begin_step(self._sync)
         self._health[0] = -1
         began = time.perf_counter_ns()
         self._team.run(
