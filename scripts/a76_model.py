@@ -53,8 +53,8 @@ CONTEXTS = (506, 2046, 4059, 8192, 16384)
 # ---- cycles of a kernel --------------------------------------------------------------------------------------------------------
 # what --check compiles for: LLVM 19 has no model of 512-bit units as they are in a Zen 5 (it takes a Zen 4's, of half the width)
 X86 = {"NUMBA_CPU_NAME": "znver3", "NUMBA_CPU_FEATURES": "+sse4.2,+avx2,+fma,+f16c,+bmi,+bmi2,+popcnt,+lzcnt"}
-DOT = r"sdot|vpdpbusd|vpmaddubsw"
-FMA, COMPARE, SHIFT = r"fmla|vf\w*(add|sub)\d+ps", r"fcmgt|vcmpn?ltps|vmaxps", r"[us]shr|vpsr[al]d"
+DOT, WORDS = r"sdot|vpdpbusd|vpmaddubsw", r"vpmaddwd"  # words: 15 bits at once instead of two pieces, where nothing else multiplies
+FMA, COMPARE, NARROW = r"fmla|vf\w*(add|sub)\d+ps", r"fcmgt|vcmpn?ltps|vmaxps", r"shrn2?|vpack[us]sdw"
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Passes:
     loops: tuple[tuple[str, float, str], ...]
 
 
-WEIGHED, PIECES, LARGEST = (COMPARE, 1, SHIFT), (SHIFT, 1, DOT), (COMPARE, 1, f"{FMA}|{SHIFT}|fmul")
+WEIGHED, PIECES, LARGEST = (COMPARE, 1, NARROW), (NARROW, 0.5, DOT), (COMPARE, 1, f"{FMA}|{NARROW}|fmul")
 NEAREST = "frint[nx]|vrndscaleps|vroundps"
 KERNELS: dict[str, Tile | Passes] = {
     # unit: a multiply-add; an activation of q8 has two pieces
@@ -101,8 +101,9 @@ def kernel_cycles(kernel: Tile | Passes, assembly: str, cpu: str) -> float:
     every = loops_of(assembly)
     loops = [loop for loop in every if not loop.inner and not loop.count(r"bl|call\w*|ret\w*")]
     if isinstance(kernel, Tile):
-        loop = _most(loops, DOT)
-        cost = cycles(loop.lines, cpu) / (loop.count(DOT) * 4 * lanes(loop))
+        dot = DOT if any(loop.count(DOT) for loop in loops) else WORDS
+        loop = _most(loops, dot)
+        cost = cycles(loop.lines, cpu) / (loop.count(dot) * 4 * lanes(loop))
         outer = [other for other in every if loop in other.inner]
         if kernel.around and outer:
             cost += cycles(outer[-1].own, cpu) / kernel.around

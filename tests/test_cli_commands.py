@@ -49,6 +49,9 @@ def test_info_of_a_folder(cli, tiny):
     assert {name: record[name] for name in expected} == expected
     assert cli("info", "-m", tiny, "--json")[1] == out
     assert record["rope"]["theta"] == 1e6 and record["rope"]["rope_type"] == "default"
+    assert cli("info", tiny, "-m", tiny, "--json")[0] == 0
+    code, out, err = cli("info", tiny, "-m", "other")
+    assert (code, out) == (2, "") and "name one model" in err[-1]
 
 
 def test_info_for_people(cli, tiny):

@@ -15,6 +15,7 @@ from qwenc.commands.outcome import show_bytes
 from qwenc.commands.params import Command, FileName, json_option, option, quiet_option
 from qwenc.commands.progress import ScreenReporter
 from qwenc.commands.screen import one_line, write_out
+from qwenc.errors import UsageError
 from qwenc.plain_json import to_json
 from qwenc.resources import EMBEDDED, EMBEDDED_NOTE
 
@@ -33,6 +34,9 @@ def info(argument: str | None, model: str | None, as_json: bool, offline: bool, 
     converted."""
     reporter = ScreenReporter(quiet)
     if argument is not None:
+        source = click.get_current_context().get_parameter_source("model")
+        if source is click.core.ParameterSource.COMMANDLINE and model != argument:
+            raise UsageError("name one model: as MODEL or with -m")
         model = argument
     if model is None:
         reporter.note(EMBEDDED_NOTE)
