@@ -230,15 +230,15 @@ def test_offline_from_the_local_cache(hf_cache, cache):
     path = resolve("Org/Tiny-1", OFFLINE)
     assert path.parent == cache and path.name.startswith("Org--Tiny-1-q4-")
     assert resolve(f"Org/Tiny-1@{COMMIT}", OFFLINE).exists()
-    refused("Org/Tiny-1@other", OFFLINE, "Org/Tiny-1@other", "not in the local Hugging Face cache")
-    refused("Org/Absent", OFFLINE, "not in the local Hugging Face cache", "offline")
+    refused("Org/Tiny-1@other", OFFLINE, "Org/Tiny-1@other", "nor in the local Hugging Face cache")
+    refused("Org/Absent", OFFLINE, "nor in the local Hugging Face cache", "offline")
 
 
 def test_hf_hub_offline_is_honoured(hf_cache, monkeypatch):
     make_snapshot(hf_cache)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert resolve("Org/Tiny-1", Q4).exists()
-    refused("Org/Absent", Q4, "not in the local Hugging Face cache")
+    refused("Org/Absent", Q4, "nor in the local Hugging Face cache")
 
 
 def test_hf_home_in_a_fresh_process(tmp_path):

@@ -97,7 +97,9 @@ def _one_line_errors(hub_id: str, offline: bool) -> Iterator[None]:
         raise QwencError(f"{hub_id}: neither a local path nor a valid Hugging Face Hub id (owner/name)") from None
     except utils.LocalEntryNotFoundError:
         if offline:
-            raise QwencError(f"{hub_id}: not in the local Hugging Face cache, and offline mode forbids a download") from None
+            raise QwencError(
+                f"{hub_id}: no such file or folder here, nor in the local Hugging Face cache, and offline mode forbids a download"
+            ) from None
         raise _unreachable(hub_id, "") from None
     except utils.EntryNotFoundError:
         raise QwencError(f"{hub_id}: its safetensors weights are not (all) on the Hugging Face Hub") from None

@@ -75,7 +75,9 @@ def _compile_all(jobs: Sequence[Job], others: Apart | None, here: Sequence[Job],
 
     def tell() -> None:
         if not told:
-            reporter.note("compiling the kernels for these settings, once: half a minute, with sparse attention more")
+            reporter.note(
+                "compiling the kernels for these settings, once: about a minute, with sparse attention two; stopped early, it begins anew"
+            )
             told.append(True)
 
     with compiling(tell):
