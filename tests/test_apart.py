@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import numba
 import numpy as np
@@ -71,3 +73,35 @@ def test_an_interrupt_ends_the_other_process(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         steps.compile_steps([(kernel, (np.float32(1),)) for kernel in kernels], SILENT)
     assert started[0]._process.poll() is not None
+
+
+ORPHAN = """
+import os, sys
+from qwenc.kernels import apart
+waits = "import _end_with_parent as end; import pickle; pickle.load(sys.stdin.buffer); end()"
+apart.PROGRAM = apart.PROGRAM.replace("import main; main()", waits)
+print(apart.Apart([])._process.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_other_process_ends_with_this_one(tmp_path):
+    program = f"import sys; sys.path[0] = {str(ROOT)!r}\n{ORPHAN}"
+    with subprocess.Popen(
+        [sys.executable, "-c", program], env=environment(tmp_path), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        other = int(parent.stdout.readline())
+        assert is_running(other)
+        parent.kill()
+    deadline = time.monotonic() + 60
+    while is_running(other) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not is_running(other)
+
+
+def is_running(pid):
+    """Not so for a zombie that nobody collects."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

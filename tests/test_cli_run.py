@@ -10,6 +10,8 @@ import fake_engine
 import pytest
 
 from qwenc.commands.dispatch import run_command
+from qwenc.commands.prompt_input import read_prompt, template_arguments
+from qwenc.errors import UsageError
 from qwenc.resources import EMBEDDED
 
 
@@ -241,6 +243,18 @@ def test_a_prompt_file_that_never_ends_is_refused(cli, monkeypatch):
     monkeypatch.setattr("qwenc.text.files.MOST", 1000)
     code, out, err = cli("-f", "/dev/zero")
     assert (code, out, err) == (2, "", ["qwenc: error: cannot read the prompt from /dev/zero: it is longer than 256 MiB"])
+
+
+def test_an_endless_stdin_is_wrong_usage(cli, monkeypatch):
+    with open("/dev/zero") as endless:
+        monkeypatch.setattr("sys.stdin", endless)
+        with pytest.raises(UsageError, match="from stdin: it is longer than 256 MiB"):
+            read_prompt(None, None, None)
+
+
+def test_template_arguments_are_json():
+    with pytest.raises(UsageError, match="NaN is no JSON"):
+        template_arguments('{"a": NaN}')
 
 
 @pytest.mark.parametrize("data", [b"", "\ufeff".encode()])

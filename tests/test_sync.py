@@ -1,9 +1,10 @@
 """The barrier of a team: who waits long sleeps, and how long that is depends on how the last waits went."""
 
 import numpy as np
+import pytest
 
 from qwenc.kernels.jit import jit
-from qwenc.kernels.sync import HASTE, LEAST_SPINS, MOST_SPINS, barrier, begin_step, new_sync, now_ns
+from qwenc.kernels.sync import HASTE, MOST_SPINS, barrier, begin_step, new_sync, now_ns
 from qwenc.machine.team import ThreadTeam
 from qwenc.model.records import TIMER_SLOTS, Team
 
@@ -18,18 +19,21 @@ def meet(team, times, late_ns):
         barrier(team)
 
 
-def run(sync, times, late_ns):
+def run(sync, size, times, late_ns):
     begin_step(sync)
-    threads = ThreadTeam([0, 0], pin=False)
-    records = [Team(rank, 2, sync, np.zeros(1, np.int64), np.zeros(TIMER_SLOTS, np.int64), np.zeros(1, np.int64)) for rank in range(2)]
+    threads = ThreadTeam([0] * size, pin=False)
+    claims, timer, health = np.zeros(1, np.int64), np.zeros(TIMER_SLOTS, np.int64), np.zeros(1, np.int64)
+    records = [Team(rank, size, sync, claims, timer, health) for rank in range(size)]
     threads.run(lambda rank: meet(records[rank], times, late_ns))
     threads.close()
     return int(sync[HASTE])
 
 
-def test_long_waits_make_it_sleep_sooner_and_short_ones_later():
+@pytest.mark.parametrize("size", [2, 4])
+def test_long_waits_make_it_sleep_sooner_and_short_ones_later(size):
     sync = new_sync()
-    run(sync, 3, 0)
-    hasty = run(sync, 20, 20_000_000)  # far longer than MOST_SPINS take
-    assert 0 < hasty <= MOST_SPINS - LEAST_SPINS + 5000
-    assert run(sync, 20_000, 0) < hasty  # a neighbour may make some of these long
+    run(sync, size, 20, 20_000_000)  # far longer than MOST_SPINS take
+    assert sync[HASTE] > 0
+    sync[HASTE] = hasty = MOST_SPINS + 7000  # what several sleepers at once make of it
+    run(sync, size, 5_000, 0)
+    assert sync[HASTE] < hasty

@@ -9,7 +9,7 @@ from typing import Any
 
 from qwenc.commands.screen import is_terminal
 from qwenc.errors import UsageError
-from qwenc.text.files import decode, read_text, text_of
+from qwenc.text.files import decode, read_all, read_text, text_of
 
 HINT = 'qwenc "a prompt", or qwenc -h for help'
 
@@ -48,7 +48,7 @@ def template_arguments(text: str | None) -> dict[str, Any] | None:
     if text is None:
         return None
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"--chat-template-kwargs is not JSON: {error}") from None
     if not isinstance(value, dict):
@@ -60,11 +60,15 @@ def template_arguments(text: str | None) -> dict[str, Any] | None:
     return value
 
 
+def _refuse_constant(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
 def _read_stdin() -> bytes:
     stream = getattr(sys.stdin, "buffer", None)
     if stream is None:
         raise UsageError(f"no prompt: stdin is closed; try {HINT}")
     try:
-        return stream.read() or b""
+        return read_all(stream, "stdin", "the prompt")
     except OSError as error:
         raise UsageError(f"cannot read the prompt from stdin: {error.strerror}") from None

@@ -11,11 +11,12 @@ used; an entry that cannot be read is compiled again.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -125,14 +126,25 @@ class _ForgivingCache(caching.FunctionCache):
         return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        try:
-            super().save_overload(sig, data)
-        except Exception:  # a damaged index, a full disk, a read-only folder: start the index anew, else go without
+        with _one_writer():
             try:
-                self.flush()
                 super().save_overload(sig, data)
-            except Exception:
-                return
+            except Exception:  # a damaged index, a full disk, a read-only folder: start the index anew, else go without
+                try:
+                    self.flush()
+                    super().save_overload(sig, data)
+                except Exception:
+                    return
+
+
+@contextmanager
+def _one_writer() -> Iterator[None]:
+    """No other process saves meanwhile: two that save one kernel for different types at once would both take the same name for its code."""
+    with ExitStack() as stack:
+        with suppress(OSError):
+            file = stack.enter_context((CACHE_DIR / "lock").open("a"))  # type: ignore[operator]
+            fcntl.flock(file, fcntl.LOCK_EX)  # let go of when it is closed
+        yield
 
 
 def is_cached(kernel: Any, types: tuple) -> bool:

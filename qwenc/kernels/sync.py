@@ -149,7 +149,8 @@ def barrier(team):
         if fetch_add(team.sync, SLEEPERS, 0) > 0:
             wake_all(team.sync, GENERATION)
         return
-    looks, haste = 0, read_acquire(team.sync, HASTE)
+    looks, asleep = 0, False
+    haste = min(max(0, read_acquire(team.sync, HASTE)), MOST_SPINS - LEAST_SPINS)  # several threads may have moved it beyond
     while read_acquire(team.sync, GENERATION) == generation:
         looks += 1
         if looks < MOST_SPINS - haste:
@@ -157,11 +158,12 @@ def barrier(team):
         elif read_acquire(team.sync, BROKEN) != 0:
             return
         else:
+            asleep = True
             fetch_add(team.sync, SLEEPERS, 1)  # before it looks again: the last one to arrive sees either this or a sleeper
             sleep_while(team.sync, GENERATION, generation)
             fetch_add(team.sync, SLEEPERS, -1)
-    if looks >= MOST_SPINS - haste:
-        fetch_add(team.sync, HASTE, min(HASTE_STEP, max(0, MOST_SPINS - LEAST_SPINS - haste)))
+    if asleep:
+        fetch_add(team.sync, HASTE, min(HASTE_STEP, MOST_SPINS - LEAST_SPINS - haste))
     elif haste > 0:
         fetch_add(team.sync, HASTE, -min(CALM_STEP, haste))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from pathlib import Path
+from typing import BinaryIO
 
 from qwenc.errors import UsageError
 
@@ -14,16 +15,21 @@ def read_text(path: str, what: str) -> str:
     """The text of the file, a pipe perhaps. `what` it is names it in a UsageError."""
     try:
         with Path(path).open("rb") as file:
-            data = file.read(MOST + 1)
-        if len(data) > MOST:
-            raise UsageError(f"cannot read {what} from {path}: it is longer than 256 MiB")
-        return text_of(data, path)
+            return text_of(read_all(file, path, what), path)
     except IsADirectoryError:
         raise UsageError(f"cannot read {what} from {path}: it is a directory") from None
     except OSError as error:
         raise UsageError(f"cannot read {what} from {path}: {error.strerror}") from None
     except ValueError as error:  # a NUL in the name
         raise UsageError(f"cannot read {what} from {path!r}: {error}") from None
+
+
+def read_all(file: BinaryIO, name: str, what: str) -> bytes:
+    """All bytes of an open file. Raises UsageError beyond MOST, and OSError."""
+    data = file.read(MOST + 1) or b""
+    if len(data) > MOST:
+        raise UsageError(f"cannot read {what} from {name}: it is longer than 256 MiB")
+    return data
 
 
 def text_of(data: bytes, name: str) -> str:
