@@ -198,7 +198,7 @@ def test_one_bad_line_fails_alone(cli, bad, why):
     code, (first, second, third), err = cli("in")
     assert code == 1 and (first["text"], third["text"]) == ("<a>", "<b>")
     assert why in second["error"] and second["line"] == 2 and len(second["error"]) < 300
-    assert "1 failed" in err[-1]
+    assert "1 failed (line 2: " in err[-1]
     if isinstance(bad, dict) and isinstance(bad["id"], str):
         assert second["id"] == bad["id"]
 

@@ -33,13 +33,15 @@ class Defaults:
 
 @dataclass(slots=True)
 class Tally:
-    """What a run came to. items: lines with an item, good or bad; done: answered now; skipped: answered before; cached_tokens: of the
-    prompts, taken from a cache. timings: summed over the items. seconds: since the first item was begun."""
+    """What a run came to. items: lines with an item, good or bad; done: answered now; skipped: answered before; first_error: the line
+    and the reason of the first failure; cached_tokens: of the prompts, taken from a cache. timings: summed over the items. seconds: since
+    the first item was begun."""
 
     items: int = 0
     done: int = 0
     failed: int = 0
     skipped: int = 0
+    first_error: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
@@ -184,6 +186,7 @@ class Runner:
     def _fail(self, line: int, id: str | int | None, reason: str) -> None:
         self._results.write(line, {"id": id, "line": line, "error": reason})
         self.tally.failed += 1
+        self.tally.first_error = self.tally.first_error or f"line {line}: {reason}"
         self.stop = self.stop or self._fail_fast
         self._tell()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from qwenc.commands.outcome import show_bytes
 from qwenc.commands.progress import ScreenReporter
-from qwenc.commands.screen import say
+from qwenc.commands.screen import one_line, say
 from qwenc.machine.cpus import show_cores
 from qwenc.machine.memory import peak_rss_bytes
 
@@ -62,7 +62,7 @@ def summary(tally: Any, engine: Any) -> str:
     if tally.skipped:
         parts.append(f"{tally.skipped} answered before")
     if tally.failed:
-        parts.append(f"{tally.failed} failed")
+        parts.append(f"{tally.failed} failed ({'first ' if tally.failed > 1 else ''}{one_line(tally.first_error)})")
     cached = f" ({tally.cached_tokens} cached)" if tally.cached_tokens else ""
     parts.append(f"prompts {tally.prompt_tokens} tok{cached}")
     rate = f" ({tally.completion_tokens / tally.seconds:.1f} tok/s in all)" if tally.seconds and tally.completion_tokens else ""
