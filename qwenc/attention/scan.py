@@ -212,7 +212,7 @@ def scan_unit(plane, c, r, rows, slot):
 
 @inlined
 def add_unit(c, r, rows, block, unit):
-    """Enter the scores of a unit's 32 keys, r.s, into its blocks."""
+    """Enter the scores of a unit's 32 keys, r.s, into its blocks. A rough exponential will do: scores from 2 bits err by far more."""
     for row in range(rows):
         at = row * S_ROW
         low, high = simd.load(r.s, at), simd.load(r.s, at + TILE)
