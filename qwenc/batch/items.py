@@ -12,6 +12,7 @@ from typing import Any
 from qwenc.batch.lines import LONGEST, Line
 from qwenc.errors import UsageError
 from qwenc.sampling import SamplingParams
+from qwenc.text.files import strict_json
 
 FORMATS = ("jsonl", "lines")
 SAMPLING = ("temp", "top_k", "top_p", "min_p", "repeat_penalty", "seed")
@@ -63,11 +64,8 @@ def parse(line: Line, form: str) -> Item:
 
 
 def _parse_json(number: int, text: str) -> dict[str, Any]:
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is no JSON")
-
     try:
-        value = json.loads(text, parse_constant=refuse)
+        value = strict_json(text)
     except RecursionError:
         raise BadItem(number, "not JSON: it nests too deep") from None
     except ValueError as error:

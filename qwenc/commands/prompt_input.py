@@ -9,7 +9,7 @@ from typing import Any
 
 from qwenc.commands.screen import is_terminal
 from qwenc.errors import UsageError
-from qwenc.text.files import decode, read_all, read_text, text_of
+from qwenc.text.files import decode, read_all, read_text, strict_json, text_of
 
 HINT = 'qwenc "a prompt", or qwenc -h for help'
 
@@ -48,7 +48,7 @@ def template_arguments(text: str | None) -> dict[str, Any] | None:
     if text is None:
         return None
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value = strict_json(text)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"--chat-template-kwargs is not JSON: {error}") from None
     if not isinstance(value, dict):
@@ -58,10 +58,6 @@ def template_arguments(text: str | None) -> dict[str, Any] | None:
     except UnicodeEncodeError as error:
         raise UsageError(f"--chat-template-kwargs is no Unicode text: lone surrogate U+{ord(error.object[error.start]):04X}") from None
     return value
-
-
-def _refuse_constant(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
 
 
 def _read_stdin() -> bytes:

@@ -13,10 +13,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from qwenc.kernels.jit import CACHE_DIR
+from qwenc.kernels.jit import CACHE_DIR, PACKAGE
 from qwenc.machine.cpus import affinity_mask
 
 Job = tuple[Any, tuple]  # a kernel and the Numba types of its arguments
@@ -27,7 +26,6 @@ def can_compile_apart() -> bool:
     return CACHE_DIR is not None and bool(sys.executable) and len(affinity_mask()) > 1
 
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 # The user's folder, "" in sys.path, may hold anything.
 PROGRAM = "import sys; sys.path[:] = [{root!r}, *filter(None, sys.path)]; from qwenc.kernels.apart import main; main()"
 
@@ -41,7 +39,7 @@ class Apart:
         self._process: subprocess.Popen | None = None
         with contextlib.suppress(OSError):
             self._process = subprocess.Popen(
-                [sys.executable, *_flags(), "-c", PROGRAM.format(root=str(ROOT))],
+                [sys.executable, *_flags(), "-c", PROGRAM.format(root=str(PACKAGE.parent))],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -76,7 +74,6 @@ def main() -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     for module, name, types in jobs:
         getattr(importlib.import_module(module), name).compile(types)
-    sys.stdout.flush()
     os._exit(0)  # the thread that reads stdin holds it
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import codecs
+import json
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from qwenc.errors import UsageError
 
@@ -46,3 +47,12 @@ def decode(data: bytes, name: str, skipped: int = 0) -> str:
         hint = " (it looks like UTF-16; save it as UTF-8)" if data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else ""
         bad = data[error.start]
         raise UsageError(f"{name} is not UTF-8: byte 0x{bad:02x} at offset {error.start + skipped}{hint}") from None
+
+
+def strict_json(text: str) -> Any:
+    """The value of a JSON text, which holds no NaN and no infinity. Raises ValueError, or RecursionError for what nests too deep."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
