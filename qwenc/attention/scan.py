@@ -211,16 +211,21 @@ def scan_unit(plane, c, r, rows, slot):
 
 
 @inlined
-def add_unit(c, r, rows, block, unit):
-    """Enter the scores of a unit's 32 keys, r.s, into its blocks. A rough exponential will do: scores from 2 bits err by far more."""
+def add_unit(c, r, rows, block, unit, rough):
+    """Enter the scores of a unit's 32 keys, r.s, into its blocks. rough: a constant, whether a rough exponential will do. For scores from
+    2 bits it will: they err by far more."""
     for row in range(rows):
         at = row * S_ROW
         low, high = simd.load(r.s, at), simd.load(r.s, at + TILE)
         if block == UNIT:
             top = simd.lane_max_of_numbers(simd.larger(low, high))
             shift = simd.splat(top)
+            low, high = simd.sub(low, shift), simd.sub(high, shift)
             c.m[row, unit] = top
-            c.total[row, unit] = simd.lane_sum(simd.add(simd.rough_exp(simd.sub(low, shift)), simd.rough_exp(simd.sub(high, shift))))
+            if rough:
+                c.total[row, unit] = simd.lane_sum(simd.add(simd.rough_exp(low), simd.rough_exp(high)))
+            else:
+                c.total[row, unit] = simd.lane_sum(simd.add(simd.exp(low), simd.exp(high)))
         else:
             add_each(c, r, row, block, unit)
 
@@ -242,7 +247,7 @@ def add_own_unit(cache, stage, stage_slot, c, r, rows, block, slot, own_key, key
             at = row * S_ROW
             simd.store(r.s, at, simd.first_lanes(simd.load(r.s, at), keys - own_key, none))
             simd.store(r.s, at + TILE, simd.first_lanes(simd.load(r.s, at + TILE), keys - own_key - TILE, none))
-        add_unit(c, r, rows, block, own_key // UNIT)
+        add_unit(c, r, rows, block, own_key // UNIT, False)
         return
     for row in range(rows):
         for key in range(min(UNIT, keys - own_key)):

@@ -98,7 +98,7 @@ def choose(cache, stage, stage_slot, sparse, c, r, rows, group, layers, kv_heads
         for unit in range(units):
             list_unit(r, unit_slot(first_slot, page_step, unit))
             score_tiles(cache.k, cache.v, r, rows, 0, TILES)
-            add_unit(c, r, rows, sparse.block, unit)
+            add_unit(c, r, rows, sparse.block, unit, False)
     else:
         choose_scanned(sparse, c, rows, group, least, units)
         count = 0
@@ -114,7 +114,7 @@ def choose(cache, stage, stage_slot, sparse, c, r, rows, group, layers, kv_heads
                 slot = unit_slot(first_slot, page_step, unit)
                 fold_unit(cache.plane, c, r, rows, slot, unit)
                 scan_unit(cache.plane, c, r, rows, slot)
-                add_unit(c, r, rows, sparse.block, unit)
+                add_unit(c, r, rows, sparse.block, unit, True)
     if rows == group and keys - own_key <= UNIT:  # decode: a query's own unit counts too
         add_own_unit(
             cache, stage, stage_slot, c, r, rows, sparse.block, slot_of(layers, kv_heads, first_page, layer, head, own_key), own_key, keys
