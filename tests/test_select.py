@@ -103,8 +103,8 @@ def attend_over_choice(cache, stage, sparse, q, keys, kept, out, missed):
     return count
 
 
-def plan(score=SCAN, block=UNIT, k=4, mass=0.0, most=None, ratio=0.0, scan_least=0):
-    return Sparse(score, block, k, most or k, mass, 8, ratio, 64, 0, scan_least, 3, 5)
+def plan(score=SCAN, block=UNIT, k=4, mass=0.0, most=None, most_share=1, ratio=0.0, scan_least=0):
+    return Sparse(score, block, k, most or k, most_share, mass, 8, ratio, 64, 0, scan_least, 3, 5)
 
 
 def run(kv, sparse, keys, rows=2, head_dim=64, seed=0, spread=3.0):
@@ -173,6 +173,18 @@ def test_a_target_mass_takes_the_blocks_that_it_needs():
         assert without_least < mass + 1e-3  # no more than needed
         counts.append(count)
     assert counts == sorted(counts) and counts[0] < counts[-1] <= 24
+
+
+def test_a_target_mass_takes_no_more_than_a_share_of_the_blocks():
+    for k, expected in ((2, 8), (11, 11)):  # of 32
+        assert run("q8", plan(ORACLE, k=k, most=24, most_share=4, mass=0.99), 1000, rows=1, spread=0.3)[0] == expected
+
+
+def test_prefill_keeps_more_blocks_unless_it_is_told_how_many():
+    told, untold = (make_sparse(Settings(sparse_attn=True, sparse_k=8, sparse_pf_k=k), prefill=True) for k in (9, None))
+    assert (told.k, told.most, told.mass) == (9, 9, 0)
+    assert (untold.k, untold.most) == (8, 16) and untold.mass > 0 and untold.most_share > 1
+    assert make_sparse(Settings(sparse_attn=True, sparse_k=8), prefill=False).most == 8
 
 
 @pytest.mark.parametrize("score", [SCAN, ORACLE])

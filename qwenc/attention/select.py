@@ -41,15 +41,16 @@ AHEAD = 3  # units between asking for the codes and reading them
 
 
 class Sparse(NamedTuple):
-    """How blocks are chosen. score: SCAN …; block: tokens; k, most: blocks kept at least and at most; mass: share of the attention until
-    which more than k are kept; probe: sampled keys; ratio: share of all blocks that is kept at least; group: queries that share a choice;
-    from_keys: contexts shorter than this are attended to in full; scan_least, scan_times, scan_share: after the first look, that many
-    units are scanned, or that many times those to keep, or one in so many."""
+    """How blocks are chosen. score: SCAN …; block: tokens; k: blocks kept at least; mass: share of the attention until which more
+    are kept, up to `most` and to one block in `most_share`; probe: sampled keys; ratio: share of all blocks that is kept at least; group:
+    queries that share a choice; from_keys: contexts shorter than this are attended to in full; scan_least, scan_times, scan_share: after
+    the first look, that many units are scanned, or that many times those to keep, or one in so many."""
 
     score: int
     block: int
     k: int
     most: int
+    most_share: int
     mass: float
     probe: int
     ratio: float
@@ -120,9 +121,12 @@ def choose(cache, stage, stage_slot, sparse, c, r, rows, group, layers, kv_heads
             cache, stage, stage_slot, c, r, rows, sparse.block, slot_of(layers, kv_heads, first_page, layer, head, own_key), own_key, keys
         )
     pool(c, rows, group, blocks, False)
+    whole = np.float32(0.0)
+    for i in range(blocks):
+        whole += c.score[i]
     forced = force(c, sparse.block, blocks, own_key)
-    most = min(max(sparse.most, least), blocks)
-    return keep_top(c.score, blocks, least, forced_share(np.float32(sparse.mass), forced, np.float32(group)), most, c.kept)
+    most = max(least, min(sparse.most, blocks // sparse.most_share))
+    return keep_top(c.score, blocks, least, forced_share(np.float32(sparse.mass), forced, whole), most, c.kept)
 
 
 @helper

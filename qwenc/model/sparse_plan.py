@@ -14,21 +14,28 @@ PREFILL_GROUP = 64  # queries that share a choice
 # 8,000 tokens was five times as large: the key to copy from was in the other half (docs/architecture.md).
 SCAN_LEAST, SCAN_TIMES, SCAN_SHARE = 256, 4, 3
 MASS_LIMIT = 4  # with a target mass, at most this many times k blocks
+# A tile of queries wants more blocks than a query: prefill keeps more than k until they hold this share of what its queries want (each
+# block counts by the query that wants it most), up to twice k, and only where that is less than a quarter of the context.
+PREFILL_MASS, PREFILL_LIMIT, PREFILL_SHARE = 0.93, 2, 4
 
 
 def make_sparse(settings: Settings, *, prefill: bool) -> Sparse:
     """The record that the kernels read, for prefill or for decode."""
     k = settings.sparse_k
-    asked, break_even, mass = settings.sparse_min_ctx, DECODE_BREAK_EVEN, settings.sparse_mass
+    asked, break_even = settings.sparse_min_ctx, DECODE_BREAK_EVEN
+    mass, limit, share = settings.sparse_mass, MASS_LIMIT, 1
     if prefill:
-        k = settings.sparse_pf_k or k
-        asked, break_even, mass = settings.sparse_pf_min_ctx, PREFILL_BREAK_EVEN, 0.0
+        asked, break_even = settings.sparse_pf_min_ctx, PREFILL_BREAK_EVEN
+        mass, limit, share = PREFILL_MASS, PREFILL_LIMIT, PREFILL_SHARE
+        if settings.sparse_pf_k is not None:  # just as many
+            k, mass = settings.sparse_pf_k, 0.0
     from_keys = break_even * k * settings.sparse_block if asked is None else asked
     return Sparse(
         score=SPARSE_SCORES.index(settings.sparse_score),
         block=settings.sparse_block,
         k=k,
-        most=MASS_LIMIT * k if mass > 0 else k,
+        most=limit * k if mass > 0 else k,
+        most_share=share,
         mass=float(mass),
         probe=settings.sparse_probe,
         ratio=float(settings.sparse_ratio),
