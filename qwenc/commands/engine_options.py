@@ -45,7 +45,12 @@ _OPTIONS = (
     option("--sparse-mass", type=float, default=0.0, metavar="P", help="Keep more blocks, up to 4·K, until they hold this share."),
     option("--sparse-min-ctx", type=WholeNumber(0), metavar="N", help="Decode is exact below N tokens. Default: where sparse pays."),
     option("--sparse-pf-min-ctx", type=WholeNumber(0), metavar="N", help="Prefill is exact below N tokens. Default: where sparse pays."),
-    option("--sparse-pf-k", type=WholeNumber(1), metavar="K", help="Blocks kept in prefill.  [default: --sparse-k, and up to twice as many of a long context]"),
+    option(
+        "--sparse-pf-k",
+        type=WholeNumber(1),
+        metavar="K",
+        help="Blocks kept in prefill.  [default: --sparse-k, and up to twice as many of a long context]",
+    ),
     option("--sparse-pf-group", type=WholeNumber(1), metavar="N", help="Prompt tokens that share one choice of blocks.  [default: 64]"),
 )
 

@@ -69,7 +69,7 @@ LIFTS = {"int8": (0, 0, 0, 0), "q4": (0, 0, 2, 4), "plane": (0, 2, 4, 6)} if LEV
 
 def _chains(kind: str, sums: int) -> int:
     """Into how many chains `sums` sums are split, so that adding to one does not wait for itself."""
-    if kind != "int8" and LEVEL.name == "avx2":  # a strip's cells are summed apart, in 16 bits
+    if kind != "int8" and LEVEL.shorts:  # a strip's cells are summed apart, in 16 bits
         return 1
     return max(1, min(4, (8 if LEVEL.vector_bytes == 64 else 4) // sums))
 
@@ -192,7 +192,7 @@ def make_values(kind: str, rows: int, strips: int, ahead_strip: tuple[int, ...] 
     """
     strip_bytes, values_of = VALUES[kind]
     words = kind == "int8" and LEVEL.words
-    narrow = kind == "q4" and LEVEL.words  # a tile is summed in 16 bits before its pieces are joined and widened
+    narrow = kind == "q4" and LEVEL.shorts  # a tile is summed in 16 bits before its pieces are joined and widened
     count = rows if words else 2 * rows
 
     @intrinsic

@@ -231,7 +231,7 @@ class Emitter:
         """acc + 4-term products of signed weights (prepared) and signed x, both within ±127."""
         if self.level.vnni:
             return self._vpdpbusd(acc, weights, x)
-        if self.level.name == "avx2":
+        if self.level.shorts:
             # vpmaddubsw takes one unsigned side: |x|, with the sign of x moved to the weight
             magnitude = [self._abs8(x[0])] * self.parts
             return self._maddubs_wide(acc, magnitude, self.each(self._sign8, weights, x))
@@ -242,7 +242,7 @@ class Emitter:
         ±127."""
         if self.level.vnni:
             return self._vpdpbusd(acc, small, signed)
-        if self.level.name == "avx2":
+        if self.level.shorts:
             return self._maddubs_wide(acc, small, signed)
         return self._dot_generic(acc, small, signed)
 
@@ -273,17 +273,17 @@ class Emitter:
     # 4-bit codes (0..15) leave room for all 16 products of a 16-bit lane: AVX2 widens once per group of 32 instead of once per product
     def nibble_start(self, offset: Wide) -> Wide:
         """An accumulator for `dot_nibbles` whose sum will include `offset` (i32 lanes)."""
-        return self.constant(self.i16, 0) if self.level.name == "avx2" else offset
+        return self.constant(self.i16, 0) if self.level.shorts else offset
 
     def dot_nibbles(self, acc: Wide, codes: Wide, x: Wide) -> Wide:
         """acc + products of codes (0..15) and signed x; at most 8 calls before `nibble_sum`."""
-        if self.level.name == "avx2":
+        if self.level.shorts:
             return self.each(self.b.add, acc, self.each(self._maddubs, codes, x))
         return self.dot_small(acc, codes, x)
 
     def nibble_sum(self, acc: Wide, offset: Wide, times: int = 1) -> Wide:
         """The 32-bit sums of an accumulator begun with `nibble_start(offset)`. times: of what was added, where words are summed."""
-        if self.level.name == "avx2":
+        if self.level.shorts:
             return self.each(lambda a, o: self.b.add(self._maddwd(a, self._splat_constant(self.i16, times)), o), acc, offset)
         return acc
 

@@ -42,6 +42,11 @@ class Level:
         return self.name == "avx2"
 
     @property
+    def shorts(self) -> bool:
+        """Whether products of bytes are summed in 16 bits (vpmaddubsw) before they are widened, there being no vpdpbusd."""
+        return self.name == "avx2"
+
+    @property
     def signed_bias(self) -> int:
         """What a signed dot product adds per unit of Σx, because weights go in as code + 128: its sum must start at −bias·Σx."""
         return 128 if self.vnni else 0

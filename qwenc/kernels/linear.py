@@ -12,7 +12,7 @@ from qwenc.kernels.linear_tiles import AHEAD, GROUP, PIECES_TOP, make_linear, ma
 from qwenc.kernels.records import F32, Q4, Q8, TILE, Q8Fast
 
 # Taking 4-bit codes apart once for all tokens of a mini-batch pays where that is not hidden behind the products (docs/benchmarks.md).
-OPENS = LEVEL.name == "avx2"
+OPENS = LEVEL.shorts
 linear_q4_one, linear_q4_many = make_linear("q4", 1, AHEAD), make_linear("open" if OPENS else "q4", TILE)
 linear_q8_one, linear_q8_many = make_linear("q8", 1, AHEAD), make_linear("q8", TILE)
 linear_q8fast_one, linear_q8fast_many = make_linear("q8fast", 1, AHEAD), make_linear("q8fast", TILE)
