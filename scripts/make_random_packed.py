@@ -50,7 +50,7 @@ SHAPES = {
     "30b-a3b": {"model_type": "qwen3_moe", "tie_word_embeddings": False, **_text(48, 2048, 32, 4, 6144, 1e6, 40960), **_MOE},
 }
 # Root mean square of uniform codes, so that scale = 1 / (rms * sqrt(K)) gives weights of standard deviation 1/sqrt(K).
-_CODE_RMS = {"q4": math.sqrt((16 * 16 - 1) / 12 + 0.25), "q8": math.sqrt((255 * 255 - 1) / 12)}
+_CODE_RMS = {"q4": math.sqrt(2 * sum(x * x for x in range(8)) / 16), "q8": math.sqrt((255 * 255 - 1) / 12)}
 _CHUNK_BYTES = 4 << 20  # codes per write
 
 
@@ -112,8 +112,11 @@ def _write_matrix(writer: PackedWriter, matrix: Matrix, fmt: str, rng: np.random
         at = np.unravel_index(start, codes.shape[:lead])
         index = tuple(int(i) for i in at)
         raw = np.frombuffer(rng.bytes(count * math.prod(codes.shape[-2:])), np.uint8)
+        # Codes have a mean of 0. With one of -½ every token would soon be much the same vector, and so be sent to the same experts.
         if fmt == "q8":
             raw = np.maximum(raw.view(np.int8), np.int8(-127))
+        else:
+            raw = raw | (raw & 0x0F == 0) * np.uint8(0x08) | (raw & 0xF0 == 0) * np.uint8(0x80)
         writer.write(f"{matrix.name}.{fmt}.codes", index, raw)
         writer.write(f"{matrix.name}.{fmt}.scales", index, np.full(count * math.prod(scales.shape[-2:]), scale))
 
