@@ -21,6 +21,16 @@ from qwenc.timing import DecodeTiming, PrefillTiming, Timings, TokenTiming
 calls = []  # (name, arguments) of everything the command asked for
 
 
+def asked(name: str) -> dict:
+    """The last call of the engine's `name`."""
+    return next(arguments for called, arguments in reversed(calls) if called == name)
+
+
+def started() -> list:
+    """The arguments of all starts of the engine."""
+    return [arguments for called, arguments in calls if called == "start"]
+
+
 @dataclass
 class Step:
     id: int | None = None

@@ -1,48 +1,15 @@
 """`qwenc run` from its arguments to what it asks of the engine and prints, with a scripted engine (tests/fake_engine.py)."""
 
-import io
 import json
 import math
-import os
-import sys
 
 import fake_engine
 import pytest
+from fake_engine import asked
 
-from qwenc.commands.dispatch import run_command
-from qwenc.commands.prompt_input import read_prompt, template_arguments
+from qwenc.commands.prompt_input import template_arguments
 from qwenc.errors import UsageError
 from qwenc.resources import EMBEDDED
-
-
-@pytest.fixture
-def cli(monkeypatch, capfdbinary):
-    """cli(*args, stdin=bytes, script={…}, env={…}) → (exit code, stdout text, stderr lines). stdin=None is a terminal."""
-    fake_engine.install(monkeypatch)
-    for name in [name for name in os.environ if name.startswith(("QWENC_", "VLLM_", "FAKE_", "NO_COLOR", "FORCE_COLOR"))]:
-        monkeypatch.delenv(name)
-
-    def call(*args, stdin=None, script=None, env=None):
-        stream = io.TextIOWrapper(io.BytesIO(stdin or b""), encoding="utf-8")
-        if stdin is None:
-            stream.isatty = lambda: True
-        monkeypatch.setattr(sys, "stdin", stream)
-        monkeypatch.setenv("FAKE_ENGINE", json.dumps(script or {}))
-        fake_engine.calls.clear()
-        with monkeypatch.context() as patch:
-            for name, value in (env or {}).items():
-                patch.setenv(name, value)
-            code = run_command(list(args))
-        out, err = capfdbinary.readouterr()
-        return code, out.decode(), err.decode().splitlines()
-
-    return call
-
-
-def asked(name: str) -> dict:
-    """The last call of the engine's `name`."""
-    return next(arguments for called, arguments in reversed(fake_engine.calls) if called == name)
-
 
 TIMING_LINES = ["[PREFILL-TIMING]", "[PREFILL-KERNELS]", "[DECODE-TIMING]"]
 
@@ -53,30 +20,6 @@ def test_text_on_stdout_and_timings_then_summary_on_stderr(cli):
     assert [line.split()[0] for line in err[-4:-1]] == TIMING_LINES
     assert err[-1].startswith("qwenc: load 0.50 s, JIT 0.00 s, prefill 2 tok (20.0 tok/s), decode 4 tok (20.0 tok/s over 4 timed), peak ")
     assert err[-1].endswith(" 2 threads on cores 0-1 [length]")
-
-
-@pytest.mark.parametrize("args", [["hi"], ["run", "hi"], ["-p", "hi"], ["run", "-p", "hi"], ["--prompt=hi"], ["--", "hi"]])
-def test_ways_to_give_a_prompt(cli, args):
-    code, out, _ = cli("-m", "M", *args) if args[0] != "run" else cli("run", "-m", "M", *args[1:])
-    assert code == 0 and out == "Hello wörld\n" and asked("encode_prompt")["text"] == "hi"
-
-
-def test_a_prompt_named_like_a_command_or_an_option(cli):
-    assert cli("-m", "M", "-p", "info")[0] == 0 and asked("encode_prompt")["text"] == "info"
-    assert cli("run", "-m", "M", "env")[0] == 0 and asked("encode_prompt")["text"] == "env"
-    assert cli("-m", "M", "--", "-x")[0] == 0 and asked("encode_prompt")["text"] == "-x"
-    assert cli("-m", "M", " ")[0] == 0 and asked("encode_prompt")["text"] == " "
-
-
-@pytest.mark.parametrize("args", [[], ["-"], ["-f", "-"]])
-def test_stdin_is_the_prompt_byte_for_byte(cli, args):
-    code, _, _ = cli("-m", "M", *args, stdin="\ufeff a\r\nwörld\x00\n\n".encode())
-    assert code == 0 and asked("encode_prompt")["text"] == " a\r\nwörld\x00\n\n"
-
-
-def test_piped_stdin_is_left_alone_when_there_is_a_prompt(cli):
-    cli("-m", "M", "hi", stdin=b"not me")
-    assert asked("encode_prompt")["text"] == "hi" and sys.stdin.buffer.read() == b"not me"
 
 
 def test_every_setting_reaches_the_engine(cli):
@@ -239,94 +182,9 @@ def test_without_a_model_the_one_that_comes_with_qwenc_runs_and_a_line_says_so(c
         assert code == 0 and asked("load")["model"] == "M" and not any("QWENC_MODEL" in line for line in err)
 
 
-def test_a_prompt_file_that_never_ends_is_refused(cli, monkeypatch):
-    monkeypatch.setattr("qwenc.text.files.MOST", 1000)
-    code, out, err = cli("-f", "/dev/zero")
-    assert (code, out, err) == (2, "", ["qwenc: error: cannot read the prompt from /dev/zero: it is longer than 256 MiB"])
-
-
-def test_an_endless_stdin_is_wrong_usage(cli, monkeypatch):
-    with open("/dev/zero") as endless:
-        monkeypatch.setattr("sys.stdin", endless)
-        with pytest.raises(UsageError, match="from stdin: it is longer than 256 MiB"):
-            read_prompt(None, None, None)
-
-
 def test_template_arguments_are_json():
     with pytest.raises(UsageError, match="NaN is no JSON"):
         template_arguments('{"a": NaN}')
-
-
-@pytest.mark.parametrize("data", [b"", "\ufeff".encode()])
-def test_an_empty_stdin_or_file_is_wrong_usage(cli, tmp_path, data):
-    code, _, err = cli("-m", "M", stdin=data)
-    assert code == 2 and len(err) == 1 and "empty" in err[0]
-    (tmp_path / "p").write_bytes(data)
-    code, _, err = cli("-m", "M", "-f", str(tmp_path / "p"))
-    assert code == 2 and len(err) == 1 and "empty" in err[0]
-
-
-def test_a_closed_stdin_is_wrong_usage(cli, monkeypatch):
-    import qwenc.commands.prompt_input as prompt_input
-
-    monkeypatch.setattr(prompt_input, "sys", type("S", (), {"stdin": None}))
-    code, _, err = cli("-m", "M")
-    assert code == 2 and len(err) == 1 and "stdin is closed" in err[0]
-
-
-@pytest.mark.parametrize(
-    ("data", "text"),
-    [
-        (b"x", "x"),
-        (b"x\n", "x\n"),
-        (b"x\n\n", "x\n\n"),
-        (b"\xef\xbb\xbfx", "x"),
-        (b"\xef\xbb\xbf\xef\xbb\xbfx", "\ufeffx"),
-        (b"a\r\nb\rc", "a\r\nb\rc"),
-        (b"a\x00b", "a\x00b"),
-        (b"\x1b[31m", "\x1b[31m"),
-        ("é👍🏽".encode(), "é👍🏽"),
-        (b" ", " "),
-        (b"x" * 3_000_000, "x" * 3_000_000),
-    ],
-    ids=range(11),
-)
-def test_a_file_is_taken_as_its_bytes_are(cli, tmp_path, data, text):
-    path = tmp_path / "prompt [x] [red] :smile:.txt"
-    path.write_bytes(data)
-    assert cli("-m", "M", "-f", str(path), "-n", "1")[0] == 0
-    assert asked("encode_prompt")["text"] == text
-
-
-@pytest.mark.parametrize(
-    ("data", "says"),
-    [
-        (b"ab\xffc", "byte 0xff at offset 2"),
-        (b"\xef\xbb\xbfab\xff", "byte 0xff at offset 5"),
-        ("hi".encode("utf-16"), "byte 0xff at offset 0 (it looks like UTF-16"),
-        (b"ab\xe2\x82", "byte 0xe2 at offset 2"),
-        (b"\xed\xa0\x80", "byte 0xed at offset 0"),
-    ],
-)
-def test_a_file_that_is_not_utf8_is_refused_with_the_offset(cli, tmp_path, data, says):
-    path = tmp_path / "prompt"
-    path.write_bytes(data)
-    code, _, err = cli("-m", "M", "-f", str(path))
-    assert code == 2 and len(err) == 1 and says in err[0]
-    code, _, err = cli("-m", "M", stdin=data)
-    assert code == 2 and len(err) == 1 and "stdin is not UTF-8" in err[0] and says in err[0]
-
-
-def test_a_fifo_is_read_to_its_end(cli, tmp_path):
-    import threading
-
-    path = tmp_path / "fifo"
-    os.mkfifo(path)
-    writer = threading.Thread(target=lambda: path.write_bytes(b"from a fifo"))
-    writer.start()
-    assert cli("-m", "M", "-f", str(path))[0] == 0
-    writer.join()
-    assert asked("encode_prompt")["text"] == "from a fifo"
 
 
 def test_quiet_and_verbose(cli):
@@ -358,10 +216,10 @@ def test_json_is_one_object_on_one_line(cli):
 def test_json_never_holds_nan():
     from qwenc.plain_json import to_json
 
-    record = {"a": math.nan, "b": [math.inf, (-math.inf,)], "c": {1: math.nan}, "d": frozenset([2, 1]), "e": io}
+    record = {"a": math.nan, "b": [math.inf, (-math.inf,)], "c": {1: math.nan}, "d": frozenset([2, 1]), "e": json}
     assert json.loads(to_json(record), parse_constant=pytest.fail) == {
         **{"a": None, "b": [None, [None]], "c": {"1": None}, "d": [1, 2]},
-        "e": str(io),
+        "e": str(json),
     }
 
 
