@@ -121,12 +121,13 @@ def choose(cache, stage, stage_slot, sparse, c, r, rows, group, layers, kv_heads
             cache, stage, stage_slot, c, r, rows, sparse.block, slot_of(layers, kv_heads, first_page, layer, head, own_key), own_key, keys
         )
     pool(c, rows, group, blocks, False)
-    whole = np.float32(0.0)
-    for i in range(blocks):
-        whole += c.score[i]
-    forced = force(c, sparse.block, blocks, own_key)
+    wanted = np.float32(0.0)
+    if sparse.mass > 0:
+        for i in range(blocks):
+            wanted += np.float32(sparse.mass) * c.score[i]
+    wanted -= force(c, sparse.block, blocks, own_key)
     most = max(least, min(sparse.most, blocks // sparse.most_share))
-    return keep_top(c.score, blocks, least, forced_share(np.float32(sparse.mass), forced, whole), most, c.kept)
+    return keep_top(c.score, blocks, least, wanted, most, c.kept)
 
 
 @helper
@@ -140,14 +141,6 @@ def choose_scanned(sparse, c, rows, group, least, units):
     pool(c, rows, group, units, True)
     keep_top(c.score, units, count, np.float32(0.0), units, c.scanned)
     c.scanned[0] = 1
-
-
-@helper
-def forced_share(mass, forced, whole):
-    """The share that the other blocks must hold, when the forced ones hold `forced` of `whole`, to reach `mass`."""
-    if mass <= 0 or forced >= mass * whole:
-        return np.float32(0.0)
-    return (mass * whole - forced) / (whole - forced)
 
 
 # ---- shares of attention ---------------------------------------------------------------------------------------------------

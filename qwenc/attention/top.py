@@ -10,18 +10,13 @@ INFINITY_BITS = 0x7F800000
 
 
 @helper
-def keep_top(score, count, least, share, most, kept):
-    """Set kept[i] to 1 for the largest of score[:count] (none below 0), else 0: as few as are at least `least` and hold `share` of the
-    finite sum, but at most `most`. Infinite scores are all kept, and count. The lower index wins among equals. Returns how many.
+def keep_top(score, count, least, wanted, most, kept):
+    """Set kept[i] to 1 for the largest of score[:count] (none below 0), else 0: as few as are at least `least` and whose finite scores sum
+    to `wanted`, but at most `most`. Infinite scores are all kept, and count. The lower index wins among equals. Returns how many.
 
     Bisects the threshold over the bits of the numbers, which order as the numbers do.
     """
     bits = score.view(np.int32)
-    whole = np.float32(0.0)
-    for i in range(count):
-        if bits[i] < INFINITY_BITS:
-            whole += score[i]
-    wanted = share * whole
     low, high = 0, INFINITY_BITS + 1  # enough are at least `low`, not enough at least `high`
     while high - low > 1:
         middle = (low + high) // 2
