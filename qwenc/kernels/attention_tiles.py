@@ -24,6 +24,7 @@ from qwenc.kernels.vector import pointer_to
 
 SEGMENT = 16  # tiles whose scores are held at once: 256 keys
 LINE = 64  # bytes of a cache line
+PLANE_ROW = 8 * LANES  # bytes of a strip of a query for the 2-bit plane of 8 units
 ROW_BYTES = 32  # a query strip, or the probabilities of a tile, of one row: two pieces of 16
 
 
@@ -78,14 +79,15 @@ def make_scores(kind: str, rows: int, ahead_lines: int = 0, tiles: int = 1) -> A
     """tile(codes, lower, scales, at, at_i, strips, q, q_at, qs, qo, row_at, ahead, s, s_at, s_step): scores of `rows` queries against the
     16 keys of the tile at[at_i], or of `tiles` tiles that lie side by side from there on.
 
-    strips = head_dim/16. q int8 [strip][rows][pieces][16], or for int8 keys words [strip][rows][16]; qs
-    float32 scale per row. int8: scales float32 per key, qo int32 [row][2] is
+    strips = head_dim/16. q int8 [strip][rows][pieces][16], or for int8 keys words [strip][rows][16], or for a plane [strip][rows][8][16],
+    from the unit's sixteen on; qs float32 scale per row. int8: scales float32 per key, qo int32 [row][2] is
     −bias·Σ of each piece. q4, plane: qo float32 [row], added to the result; scales is not looked at. lower: the lower plane of q4.
     ahead: the array that is read next of the same tile (values), of which a strip takes ahead_lines cache lines.
     Writes s[s_at + r·s_step + key] (float32).
     """
     strip_bytes, pieces, cells_of = KEYS[kind]
-    row_bytes = LANES * pieces  # of a strip of a query
+    # from one row of a strip of the queries to the next: a plane's are made for 8 units at once
+    row_step = PLANE_ROW if kind == "plane" else LANES * pieces
     words = pieces == 2 and LEVEL.words
     if words:
         pieces = 1
@@ -118,13 +120,13 @@ def make_scores(kind: str, rows: int, ahead_lines: int = 0, tiles: int = 1) -> A
             with cgutils.for_range(builder, strips_v) as loop:
                 for line in range(ahead_lines):
                     e.prefetch(e.at(ahead_p, builder.add(builder.mul(loop.index, I64(LINE * ahead_lines)), I64(LINE * line))))
-                strip = e.at(q_p, builder.mul(loop.index, I64(rows * row_bytes)))
+                strip = e.at(q_p, builder.mul(loop.index, I64(rows * row_step)))
                 before = [sums.get(slot) for slot in range(chains * tiles * count)]
                 after = before if kind == "int8" else [e.nibble_start(x) for x in before]
                 for of_cell in zip(*(cells_of(e, of_tile, loop.index) for of_tile in planes), strict=True):
                     cell = of_cell[0][0]
                     for i in range(count):
-                        place = LANES // 4 * i + cell
+                        place = row_step // 4 // pieces * i + cell
                         x = e.load_quad(strip, place) if words else e.load_word(strip, place, LANES // 4 * count, e.i8)
                         for j in range(tiles):
                             slot = (chain_of[cell] * tiles + j) * count + i

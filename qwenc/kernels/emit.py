@@ -270,6 +270,51 @@ class Emitter:
         both = zip(acc[::2], acc[1::2], strict=True)
         return [self.b.add(self.b.shuffle_vector(x, y, even), self.b.shuffle_vector(x, y, odd)) for x, y in both]
 
+    # Sixteen bytes at a time, which every level does within a register.
+    def load_eight_words(self, pointer: Value, offset: int) -> Wide:
+        """The eight 16-bit words at pointer + offset in every 16 bytes."""
+        eight = self._load_one(self.at(pointer, offset), ir.VectorType(I16, 8))
+        every = ir.Constant(ir.VectorType(I32, self.i16.count), list(range(8)) * (self.i16.count // 8))
+        return [self.b.shuffle_vector(eight, eight, every)] * self.parts
+
+    def eights(self, codes: Wide, which: int) -> Wide:
+        """The first (0) or last (1) eight of every sixteen unsigned bytes as 16-bit words."""
+        size = self.i8.count
+        lanes = [[i, size + i] for first in range(8 * which, size, 16) for i in range(first, first + 8)]
+        mask = ir.Constant(ir.VectorType(I32, size), [i for pair in lanes for i in pair])
+        zero = self._splat_constant(self.i8, 0)
+        return [self.b.bitcast(self.b.shuffle_vector(part, zero, mask), self.i16) for part in codes]
+
+    def rounded_products(self, x: Wide, y: Wide) -> Wide:
+        """x·y / 2^15 of 16-bit words, rounded."""
+        size = self.level.vector_bytes
+        if self.level.x86:
+            name = {16: "ssse3.pmul.hr.sw.128", 32: "avx2.pmul.hr.sw", 64: "avx512.pmul.hr.sw.512"}[size]
+            function = self._function(f"llvm.x86.{name}", self.i16, [self.i16] * 2)
+        elif self.level.name == "neon":
+            function = self._function("llvm.aarch64.neon.sqrdmulh.v8i16", self.i16, [self.i16] * 2)
+        else:
+            return self.each(self._rounded_product, x, y)
+        return self.each(lambda a, c: self.b.call(function, [a, c]), x, y)
+
+    def _rounded_product(self, x: Value, y: Value) -> Value:
+        wide = ir.VectorType(I32, self.i16.count)
+        product = self.b.mul(self.b.sext(x, wide), self.b.sext(y, wide))
+        half = self._splat_constant(wide, 1 << 14)
+        return self.b.trunc(self.b.ashr(self.b.add(product, half), self._splat_constant(wide, 15)), self.i16)
+
+    def narrow(self, first: Wide, second: Wide) -> Wide:
+        """Words within ±127 as bytes: eight of `first`, then eight of `second`."""
+        size = self.level.vector_bytes
+        if self.level.x86:  # LLVM makes more of the shuffle below
+            name = {32: "avx2.packsswb", 64: "avx512.packsswb.512"}[size]
+            function = self._function(f"llvm.x86.{name}", self.i8, [self.i16] * 2)
+            return self.each(lambda a, c: self.b.call(function, [a, c]), first, second)
+        lanes = [[side * size + i for side in (0, 1) for i in range(at, at + 16, 2)] for at in range(0, size, 16)]
+        mask = ir.Constant(ir.VectorType(I32, size), [i for sixteen in lanes for i in sixteen])
+        join = lambda a, c: self.b.shuffle_vector(self.b.bitcast(a, self.i8), self.b.bitcast(c, self.i8), mask)  # noqa: E731
+        return self.each(join, first, second)
+
     # 4-bit codes (0..15) leave room for all 16 products of a 16-bit lane: AVX2 widens once per group of 32 instead of once per product
     def nibble_start(self, offset: Wide) -> Wide:
         """An accumulator for `dot_nibbles` whose sum will include `offset` (i32 lanes)."""

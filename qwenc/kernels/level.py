@@ -32,6 +32,11 @@ class Level:
         return self.name in ("avx512", "avxvnni")
 
     @property
+    def x86(self) -> bool:
+        """Whether there are the instructions of AVX2 and more."""
+        return self.name in ("avx512", "avxvnni", "avx2")
+
+    @property
     def few_registers(self) -> bool:
         """Whether there are 16 registers only, and instructions that name them x."""
         return self.name in ("avx2", "avxvnni")

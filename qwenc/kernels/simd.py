@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from qwenc.kernels.emit import F32X16, I32, I32X16, LANES, Value
+from qwenc.kernels.emit import F32, F32X16, I32, I32X16, I64, LANES, Value
 from qwenc.kernels.simd_memory import (
     ask_ahead,
     fetch,
@@ -64,6 +64,12 @@ def lane(typingctx, vector, index):
 def splat(b, scalar):
     """The scalar in all 16 lanes."""
     return splat_vector(b, scalar)
+
+
+@operation(types.float32, types.int64)
+def float_of_bits(b, bits):
+    """The float that the lower 32 bits are."""
+    return b.bitcast(b.trunc(bits, I32), F32)
 
 
 @operation(f32x16, f32x16, f32x16)
@@ -142,6 +148,27 @@ def where_zero(b, x, then, other):
     return b.select(b.fcmp_ordered("==", x, constant(0.0)), then, other)
 
 
+@operation(f32x16, f32x16, f32x16, f32x16, f32x16)
+def where_from(b, x, limit, then, other):
+    """`then` in the lanes where x is at least `limit`, `other` in the rest, those where x is NaN among them."""
+    return b.select(b.fcmp_ordered(">=", x, limit), then, other)
+
+
+@operation(f32x16, f32x16, f32x16, f32x16, types.intp)
+def count_from(b, number, x, limit, count):
+    """`number` (integers, begun with 0.0), one more in those lanes below `count` in which x is at least `limit`."""
+    lanes = ir.Constant(I32X16, list(range(LANES)))
+    below = b.icmp_signed("<", lanes, splat_vector(b, b.trunc(count, I32), I32X16))
+    more = b.zext(b.and_(below, b.fcmp_ordered(">=", x, limit)), I32X16)
+    return b.bitcast(b.add(b.bitcast(number, I32X16), more), F32X16)
+
+
+@operation(types.int64, f32x16)
+def lane_count(b, number):
+    """The sum of what count_from counted."""
+    return b.sext(_fold(b, b.bitcast(number, I32X16), b.add), I64)
+
+
 @operation(f32x16, f32x16, f32x16)
 def larger(b, x, y):
     """The larger of each pair; y when they cannot be compared. One instruction, where `maximum` takes three."""
@@ -167,6 +194,31 @@ def _fold(b: ir.IRBuilder, x: Value, combine: Callable[[Value, Value], Value]) -
 @operation(types.float32, f32x16)
 def lane_sum(b, x):
     return _fold(b, x, b.fadd)
+
+
+@operation(f32x16, *[f32x16] * 8)
+def sums_of_eight(b, *vectors):
+    """The sum of the lanes of each of eight vectors, in lanes 0 … 7; the others are 0."""
+    fours = [_in_fours(b, _in_twos(b, *vectors[i : i + 2]), _in_twos(b, *vectors[i + 2 : i + 4])) for i in (0, 4)]
+    halves = b.fadd(*(b.shuffle_vector(*fours, _indices([*range(at, at + 8), *range(at + 16, at + 24)])) for at in (0, 8)))
+    zero = constant(0.0)
+    return b.fadd(
+        *(b.shuffle_vector(halves, zero, _indices([*range(at, at + 4), *range(at + 8, at + 12), *range(16, 24)])) for at in (0, 4))
+    )
+
+
+def _in_twos(b: ir.IRBuilder, x: Value, y: Value) -> Value:
+    """Sums of two lanes each: of x, of y, of x, of y in every four lanes."""
+    return b.fadd(*(b.shuffle_vector(x, y, _indices([i for g in range(at, 16, 4) for i in (g, 16 + g, g + 1, 17 + g)])) for at in (0, 2)))
+
+
+def _in_fours(b: ir.IRBuilder, x: Value, y: Value) -> Value:
+    """The same once more."""
+    return b.fadd(*(b.shuffle_vector(x, y, _indices([i for g in range(at, 16, 4) for i in (g, g + 1, 16 + g, 17 + g)])) for at in (0, 2)))
+
+
+def _indices(lanes: list[int]) -> ir.Constant:
+    return ir.Constant(I32X16, lanes)
 
 
 @operation(types.float32, f32x16)
@@ -216,9 +268,16 @@ BITS_PER_E = 2.0**23 / math.log(2.0)
 BITS_OF_ONE = 2.0**23 * (127 - 0.0430)
 
 
-@operation(f32x16, f32x16)
-def rough_exp(b, x):
-    """e^x within 3 %, for x ≤ 0; 0 below about -87 and for NaN."""
-    bits = _fma(b, x, constant(BITS_PER_E), constant(BITS_OF_ONE))
+@operation(f32x16, types.float32)
+def rough_start(b, top):
+    """What rough_exp begins with for e^(x − top)."""
+    top = splat_vector(b, top)
+    return _fma(b, top, constant(-BITS_PER_E), constant(BITS_OF_ONE))
+
+
+@operation(f32x16, f32x16, f32x16)
+def rough_exp(b, x, start):
+    """e^(x − top) within 3 %, for x ≤ top and rough_start(top); 0 below about top − 87 and for NaN."""
+    bits = _fma(b, x, constant(BITS_PER_E), start)
     positive = b.select(b.fcmp_ordered(">", bits, constant(0.0)), bits, constant(0.0))
     return b.bitcast(b.fptosi(positive, I32X16), F32X16)

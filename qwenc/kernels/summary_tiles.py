@@ -1,4 +1,4 @@
-"""The inner loops of block selection, written as SIMD instructions: a first look at 8 units of 32 keys, and a query made ready for a unit's
+"""The inner loops of block selection, written as SIMD instructions: a first look at 8 units of 32 keys, and a query made ready for their
 2-bit plane."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from qwenc.kernels.emit import F32, I8, I16, I32, I64, LANES, Accumulators, Emitter, Value
+from qwenc.kernels.emit import F32, I32, I64, LANES, Accumulators, Emitter, Value, Wide
 from qwenc.kernels.vector import pointer_to
 
 UNITS_AT_ONCE = 8
@@ -102,28 +102,32 @@ def _splat8(b: ir.IRBuilder, scalar: Value) -> Value:
 
 
 @intrinsic
-def fold_steps(typingctx, step, page, unit, strips, q, row, out, out_at, out_step):
-    """out[out_at + strip·out_step …] = (q·(2·code + 1) + 128) / 256 as int8, 16 dimensions a strip: a query times the steps of a unit.
-    q int16 [rows][16·strips] within ±1052, so that nothing overflows."""
+def fold_steps(typingctx, step, page, strips, q, row, out, out_at, strip_step):
+    """out[out_at + strip·strip_step …] = q·(8·code + 4) / 2^15, rounded, as int8 [2][4][16]: a query times the steps of the 8 units of a
+    page, the even ones first, 16 dimensions a strip. q int16 [rows][16·strips]."""
 
     def codegen(context, builder, sig, values):
-        step_v, page_v, unit_v, strips_v, q_v, row_v, out_v, out_at_v, out_step_v = values
+        step_v, page_v, strips_v, q_v, row_v, out_v, out_at_v, strip_step_v = values
         e, b = Emitter(builder), builder
-        step_p = pointer_to(context, b, sig.args[0], step_v, b.add(b.mul(b.mul(page_v, strips_v), I64(64)), b.mul(unit_v, I64(8))))
-        q_p = pointer_to(context, b, sig.args[4], q_v, b.mul(b.mul(row_v, strips_v), I64(LANES)))
-        out_p = pointer_to(context, b, sig.args[6], out_v, out_at_v)
-        words, eight = ir.VectorType(I16, LANES), ir.VectorType(I8, 8)
-        constant = lambda kind, value: ir.Constant(kind, [value] * kind.count)  # noqa: E731
+        step_p = pointer_to(context, b, sig.args[0], step_v, b.mul(b.mul(page_v, strips_v), I64(64)))
+        q_p = pointer_to(context, b, sig.args[3], q_v, b.mul(b.mul(row_v, strips_v), I64(LANES)))
+        out_p = pointer_to(context, b, sig.args[5], out_v, out_at_v)
         with cgutils.for_range(b, strips_v) as loop:
-            codes = b.load(b.bitcast(e.at(step_p, b.mul(loop.index, I64(64))), eight.as_pointer()), align=1)
-            low, high = b.and_(codes, constant(eight, 15)), b.lshr(codes, constant(eight, 4))
-            both = b.shuffle_vector(low, high, ir.Constant(ir.VectorType(I32, LANES), list(range(LANES))))
-            factor = b.or_(b.shl(b.zext(both, words), constant(words, 1)), constant(words, 1))
-            query = b.load(b.bitcast(e.at(q_p, b.mul(loop.index, I64(2 * LANES))), words.as_pointer()), align=1)
-            product = b.ashr(b.add(b.mul(query, factor), constant(words, 128)), constant(words, 8))
-            target = e.at(out_p, b.mul(loop.index, out_step_v))
-            b.store(b.trunc(product, ir.VectorType(I8, LANES)), b.bitcast(target, ir.VectorType(I8, LANES).as_pointer()), align=1)
+            codes = e.load(e.at(step_p, b.mul(loop.index, I64(64))), e.i8)
+            factors = [_factors(e, codes, left) for left in (3, -1)]  # of dims 0 … 7 and of 8 … 15
+            strip = e.at(q_p, b.mul(loop.index, I64(2 * LANES)))
+            queries = [e.load_eight_words(strip, 2 * UNITS_AT_ONCE * half) for half in (0, 1)]
+            target = e.at(out_p, b.mul(loop.index, strip_step_v))
+            for odd in (0, 1):
+                halves = [e.rounded_products(e.eights(f, odd), x) for f, x in zip(factors, queries, strict=True)]
+                e.store(e.narrow(*halves), target, 64 * odd)
         return context.get_dummy_value()
 
     n = types.intp
-    return types.void(step, n, n, n, q, n, out, n, n), codegen
+    return types.void(step, n, n, q, n, out, n, n), codegen
+
+
+def _factors(e: Emitter, codes: Wide, left: int) -> Wide:
+    """8·code + 4, as bytes; left: by how much the codes are to be moved for it."""
+    eightfold = e.each(e.b.and_, e.moved(codes, left), e.constant(e.i8, 15 << 3))
+    return e.each(e.b.or_, eightfold, e.constant(e.i8, 4))
