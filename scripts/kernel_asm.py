@@ -117,7 +117,7 @@ def attention_kernels() -> dict[str, Kernel]:
     def scores_plane(k, v, plane, r, c, tiles, groups, times):
         for _ in range(times):
             for i in range(tiles):
-                plane_tile(plane.codes, None, None, r.at, i, strips, r.fp, 0, r.fs, r.fb, 0, None, r.s, 16 * i, step)
+                plane_tile(plane.codes, None, None, r.at, i, strips, c.folded, 0, r.fs, r.fb, 0, None, r.s, 16 * i, step)
 
     @helper
     def fold_q4(k, v, plane, r, c, tiles, groups, times):
@@ -128,9 +128,9 @@ def attention_kernels() -> dict[str, Kernel]:
     @helper
     def fold_plane(k, v, plane, r, c, tiles, groups, times):
         for _ in range(times):
-            for unit in range(tiles // 2):
+            for page in range(tiles // 16):
                 for row in range(many):
-                    fold_steps(plane.step, 0, unit, 2 * groups, c.q16, row, r.fp, 16 * row, 16 * many)
+                    fold_steps(plane.step, page, 2 * groups, c.q16, row, c.folded, 128 * row, 128 * many)
 
     @helper
     def look_plane(k, v, plane, r, c, tiles, groups, times):
@@ -216,7 +216,8 @@ def attention_kernels() -> dict[str, Kernel]:
 
     def arguments(kv: str) -> tuple:
         choice = new_choice.py_func(GROUP_ROWS, HEAD_DIM, PAGE_KEYS, 32)
-        choice.q16[:] = RNG.integers(-1052, 1053, choice.q16.shape)
+        choice.q16[:] = RNG.integers(-32767, 32768, choice.q16.shape)
+        choice.folded[:] = RNG.integers(-124, 125, choice.folded.shape)
         choice.q8[:] = RNG.integers(-127, 128, choice.q8.shape)
         choice.a8[:] = np.abs(choice.q8)
         choice.qs[:] = 0.01

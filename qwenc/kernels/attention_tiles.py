@@ -18,9 +18,10 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from qwenc.kernels.emit import I64, LANES, Accumulators, Emitter, Value, Wide, two_pieces
+from qwenc.kernels.emit import Emitter, two_pieces
 from qwenc.kernels.level import LEVEL
 from qwenc.kernels.vector import pointer_to
+from qwenc.kernels.wide import I64, LANES, Accumulators, Value, Wide
 
 SEGMENT = 16  # tiles whose scores are held at once: 256 keys
 LINE = 64  # bytes of a cache line

@@ -13,8 +13,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from qwenc.kernels.emit import I64, LANES, Accumulators, Emitter, Value, Wide, two_pieces
+from qwenc.kernels.emit import Emitter, two_pieces
 from qwenc.kernels.vector import pointer_to
+from qwenc.kernels.wide import I64, LANES, Accumulators, Value, Wide
 
 # Bytes of codes that one token's matrices are fetched ahead: a page, since the core's own prefetcher stops at the end of each. It makes
 # decode 10 % quicker (docs/benchmarks.md).

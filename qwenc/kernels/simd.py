@@ -12,7 +12,6 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from qwenc.kernels.emit import F32, F32X16, I32, I32X16, I64, LANES, Value
 from qwenc.kernels.simd_memory import (
     ask_ahead,
     fetch,
@@ -30,6 +29,7 @@ from qwenc.kernels.simd_memory import (
     store_two_pieces,
 )
 from qwenc.kernels.vector import call, constant, f32x16, operation, splat_vector
+from qwenc.kernels.wide import F32, F32X16, I32, I32X16, I64, LANES, Value
 
 __all__ = [  # of simd_memory, to be had here too
     "ask_ahead",

@@ -9,9 +9,10 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from qwenc.kernels.emit import F32X16, I8, I16X16, I32, I32X16, I64, LANES, Emitter, Value
+from qwenc.kernels.emit import Emitter
 from qwenc.kernels.level import LEVEL
 from qwenc.kernels.vector import constant, f32x16, pointer_to, rounded
+from qwenc.kernels.wide import F32X16, I8, I16X16, I32, I32X16, I64, LANES, Value
 
 
 @intrinsic

@@ -10,8 +10,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from qwenc.kernels.emit import F32, I32, I64, LANES, Accumulators, Emitter, Value, Wide
+from qwenc.kernels.emit import Emitter
 from qwenc.kernels.vector import pointer_to
+from qwenc.kernels.wide import F32, I32, I64, LANES, Accumulators, Value, Wide
 
 UNITS_AT_ONCE = 8
 F32X8 = ir.VectorType(F32, UNITS_AT_ONCE)

@@ -16,10 +16,10 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from qwenc.kernels.emit import I32, I64
 from qwenc.kernels.jit import helper
 from qwenc.kernels.level import ARM, LEVEL
 from qwenc.kernels.vector import pointer_to
+from qwenc.kernels.wide import I32, I64
 
 # Looks at the barrier before a thread sleeps, at most and at least: about 300 and 30 µs. Waking takes as long as the former on a virtual
 # machine, so sleeping is for waits that are longer. But a thread that waits for one that has no core keeps it from having one.

@@ -10,8 +10,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
-from qwenc.kernels.emit import F32X16, I8, I32, I32X16, LANES, SMALL, SMALL_BITS, Value
 from qwenc.kernels.level import LEVEL
+from qwenc.kernels.wide import F32X16, I8, I32, I32X16, LANES, SMALL, SMALL_BITS, Value
 
 
 class VectorType(types.Type):
