@@ -94,11 +94,11 @@ def matrix_kernels() -> dict[str, Kernel]:
 
 def attention_kernels() -> dict[str, Kernel]:
     """The stages of attention, for one segment of keys each: of int8, of 4 bits, and of the 2-bit plane that sparse attention ranks by."""
-    from qwenc.attention import cache, rows, scan, scores, values
+    from qwenc.attention import cache, look, rows, scan, scores, values
     from qwenc.kernels.jit import helper
 
     strips, tiles, many, step = HEAD_DIM // 16, PAGE_KEYS // 16, GROUP_ROWS, rows.S_ROW
-    int8_tile, q4_tile, plane_tile, look_tile, fold_steps = scores.i8_2, scores.q4_2, scan.scan_2, scan.look_2, scan.fold_steps
+    int8_tile, q4_tile, plane_tile, look_tile, fold_steps = scores.i8_2, scores.q4_2, scan.scan_2, look.look_2, scan.fold_steps
     int8_values, q4_values, strips_once = values.v8_2, values.v4_2, values.STRIPS_2
 
     @helper
@@ -223,7 +223,7 @@ def attention_kernels() -> dict[str, Kernel]:
         choice.qs[:] = 0.01
         return (*stores[kv], query_rows(), choice, tiles, strips // 2, 1)
 
-    new_choice: Any = scan.new_choice
+    new_choice: Any = look.new_choice
     stores = {}
     for kv in ("q8", "q4"):
         stores[kv] = store = cache.new_cache(kv, PAGE_KEYS, 1, 1, HEAD_DIM, sparse=True)

@@ -6,8 +6,9 @@ from test_attention import KV_HEADS, LAYERS, as_stored, coded_keys, fill, poison
 
 from qwenc.attention.cache import UNIT, UNITS, new_cache, slot_of
 from qwenc.attention.chosen import attend_chosen, estimate_missed
+from qwenc.attention.look import look, new_choice, prepare_look
 from qwenc.attention.rows import begin, new_rows
-from qwenc.attention.scan import fold_page, look, new_choice, prepare_look, scan_unit, unit_slot
+from qwenc.attention.scan import fold_page, scan_unit, unit_slot
 from qwenc.attention.scores import prepare_rows
 from qwenc.attention.select import Sparse, choose
 from qwenc.kernels.jit import allocating

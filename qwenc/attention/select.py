@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 
 from qwenc.attention.cache import PAGE, UNIT, UNITS, slot_of
+from qwenc.attention.look import AHEAD, look, prepare_look
 from qwenc.attention.rows import NO_SCORE
 from qwenc.attention.scan import (
-    AHEAD,
     TILES,
     add_keys,
     add_own_unit,
@@ -27,8 +27,6 @@ from qwenc.attention.scan import (
     ask_for_unit,
     fold_page,
     list_unit,
-    look,
-    prepare_look,
     scan_unit,
     unit_slot,
 )

@@ -8,9 +8,9 @@ import numpy as np
 from qwenc.attention.attend import attend_span
 from qwenc.attention.cache import UNIT, slot_of
 from qwenc.attention.chosen import attend_chosen
+from qwenc.attention.look import new_choice
 from qwenc.attention.probe import choose_probed
 from qwenc.attention.rows import begin, new_rows
-from qwenc.attention.scan import new_choice
 from qwenc.attention.scores import prepare_rows
 from qwenc.attention.select import PROBE, choose, is_sparse
 from qwenc.attention.store import finish_unit, load_stage, save_stage, write_key, write_value

@@ -7,9 +7,9 @@ import numpy as np
 from qwenc.attention.attend import attend_span, stage_of
 from qwenc.attention.cache import PAGE, UNIT, slot_of
 from qwenc.attention.chosen import attend_chosen, block_masses, estimate_missed
+from qwenc.attention.look import new_choice
 from qwenc.attention.probe import choose_probed
 from qwenc.attention.rows import NO_SCORE, begin
-from qwenc.attention.scan import new_choice
 from qwenc.attention.scores import prepare_rows
 from qwenc.attention.select import PROBE, choose, is_sparse
 from qwenc.attention.store import finish_unit, write_key, write_value
