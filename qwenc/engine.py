@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from qwenc.lanes import Lanes
     from qwenc.session import Session
 
+NO_TOKENIZER = "this checkpoint has no tokenizer: the library takes token ids, `qwenc bench` needs none"
+
 
 def load(model: str | Path, *, reporter: Reporter = SILENT, **settings: Any) -> Engine:
     """Open a packed file, a checkpoint folder (converted once into the cache) or a Hub id. `settings`: fields of qwenc.settings.Settings.
@@ -111,7 +113,7 @@ class Engine:
         if chat_template_kwargs is not None and not isinstance(chat_template_kwargs, Mapping):
             raise UsageError(f"chat_template_kwargs must be a mapping, not {chat_template_kwargs!r:.60}")
         if self.tokenizer is None:
-            raise UsageError("this checkpoint has no tokenizer: give token ids instead of text")
+            raise UsageError(NO_TOKENIZER)
         return encode_prompt(
             self.tokenizer, self.template, text, raw=raw, system=system, think=think, chat_template_kwargs=chat_template_kwargs
         )
@@ -121,7 +123,7 @@ class Engine:
     ) -> list[int]:
         """Ids of a chat of several turns, each {"role": …, "content": text}, up to where the model answers. Raises UsageError."""
         if self.tokenizer is None:
-            raise UsageError("this checkpoint has no tokenizer: give token ids instead of text")
+            raise UsageError(NO_TOKENIZER)
         return encode_messages(self.tokenizer, self.template, messages, think=think, chat_template_kwargs=chat_template_kwargs)
 
     def session(

@@ -380,6 +380,13 @@ def test_options_without_effect_at_temperature_0_are_told_once(cli):
         assert not any("no effect" in line for line in cli("-m", "M", "hi", *args)[2])
 
 
+def test_options_of_sparse_attention_that_is_off_are_told(cli):
+    told = "qwenc: --sparse-k, --sparse-mass have no effect without --sparse-attn"
+    assert told in cli("-m", "M", "hi", "--sparse-k", "5", "--sparse-mass", "0.9")[2]
+    for args in (["--sparse-k", "5", "--sparse-attn"], ["--sparse-k", "32"], ["-q", "--sparse-k", "5"]):
+        assert not any("no effect" in line for line in cli("-m", "M", "hi", *args)[2])
+
+
 def test_a_summary_without_tokens_has_no_stray_space(cli):
     _, _, err = cli("-m", "M", "hi", "-n", "0")
     assert ", decode 0 tok, peak RSS " in err[-1]

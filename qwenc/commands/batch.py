@@ -19,7 +19,7 @@ from qwenc.commands.main import INTERRUPTED
 from qwenc.commands.options import BATCH, Common, read_common, with_options, without_overruled_variables
 from qwenc.commands.params import Command
 from qwenc.commands.progress import ScreenReporter
-from qwenc.commands.run import note_idle_sampling
+from qwenc.commands.run import note_idle_options
 from qwenc.commands.screen import is_terminal, wants_color, write_out
 from qwenc.errors import QwencError, UsageError
 from qwenc.resources import EMBEDDED_NOTE
@@ -60,7 +60,7 @@ def batch(ctx: click.Context, **_values: Any) -> None:
         with interrupts, _input(values["source"]) as (source, name):
             _check_files(source, out, values)
             prefix = _prefix(values["prefix_file"], out)
-            note_idle_sampling(common.sampling, reporter)
+            note_idle_options(common.settings, common.sampling, reporter)
             tally, engine = _answer(common, values, (source, name, out, prefix), interrupts, reporter)
         if not common.quiet:
             report(tally, engine, reporter.color)

@@ -48,7 +48,7 @@ def run(ctx: click.Context, **_values: Any) -> None:
     if sampling.seed is None and sampling.temp > 0:
         sampling = SamplingParams(**options.sampling | {"seed": secrets.randbits(32)})
         reporter.detail(f"seed {sampling.seed}")
-    note_idle_sampling(options.sampling, reporter)
+    note_idle_options(options.settings, options.sampling, reporter)
     try:
         with qwenc.engine.load(options.model, reporter=reporter, **options.settings) as engine:
             if not options.model_given:
@@ -64,16 +64,23 @@ def run(ctx: click.Context, **_values: Any) -> None:
         ctx.exit(INTERRUPTED)
 
 
-def note_idle_sampling(sampling: dict[str, Any], reporter: ScreenReporter) -> None:
-    """Names the options given that only matter where tokens are drawn, if none are."""
+def note_idle_options(settings: dict[str, Any], sampling: dict[str, Any], reporter: ScreenReporter) -> None:
+    """Names the options given that do nothing: those of sparse attention where it is off, those of drawing where nothing is drawn."""
     from qwenc.sampling import GREEDY_BELOW, SamplingParams
+    from qwenc.settings import Settings
 
-    default = SamplingParams()
-    drawing = ("seed", "top_k", "top_p", "min_p")
-    idle = [option_name(name) for name in drawing if sampling[name] != getattr(default, name)]
-    if idle and sampling["temp"] < GREEDY_BELOW:
-        verb = "has" if len(idle) == 1 else "have"
-        reporter.note(f"{', '.join(idle)} {verb} no effect at --temp 0, which always takes the likeliest token")
+    if not settings.get("sparse_attn"):
+        of_sparse = [name for name in settings if name.startswith("sparse_") and name != "sparse_attn"]
+        _note_idle(of_sparse, settings, Settings(), "without --sparse-attn", reporter)
+    if sampling["temp"] < GREEDY_BELOW:
+        reason = "at --temp 0, which always takes the likeliest token"
+        _note_idle(["seed", "top_k", "top_p", "min_p"], sampling, SamplingParams(), reason, reporter)
+
+
+def _note_idle(names: list[str], given: dict[str, Any], default: Any, reason: str, reporter: ScreenReporter) -> None:
+    idle = [option_name(name) for name in names if given[name] != getattr(default, name)]
+    if idle:
+        reporter.note(f"{', '.join(idle)} {'has' if len(idle) == 1 else 'have'} no effect {reason}")
 
 
 def _generate(engine: Any, options: RunOptions, sampling: Any, reporter: ScreenReporter) -> Outcome:
