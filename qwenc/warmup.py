@@ -39,9 +39,9 @@ def warm_up(model: str | None, moe: bool, settings: dict[str, Any], reporter: Re
 
     Raises QwencError where the kernels cannot be kept, UsageError for a setting out of range.
     """
-    from qwenc.kernels.jit import CACHE_DIR, compiling
+    from qwenc.kernels.jit import CAN_KEEP, compiling
 
-    if CACHE_DIR is None:
+    if not CAN_KEEP:
         raise QwencError("compiled kernels cannot be kept: the cache folder cannot be written (QWENC_CACHE names another)")
     began = time.perf_counter()
     compiled: list[bool] = []

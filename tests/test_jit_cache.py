@@ -56,6 +56,16 @@ def test_no_folder_to_write_to(tmp_path):
     assert run(blocked, HOME="/nonexistent", NUMBA_CACHE_DIR=str(blocked / "x"))[0] == "None"
 
 
+def test_a_folder_that_can_only_be_read_is_read(tmp_path):
+    """As one that was filled for all users. Those who run the tests may be allowed to write anywhere, so it is refused by hand."""
+    run(tmp_path)
+    refuse = "import tempfile\ndef no(**_): raise PermissionError\ntempfile.TemporaryFile = no\n"
+    done = subprocess.run([sys.executable, "-c", refuse + PROGRAM], env=environment(tmp_path), capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    folder, hits, misses = done.stdout.split()
+    assert Path(folder).is_relative_to(tmp_path) and (hits, misses) == ("1", "0")
+
+
 def test_home_does_not_exist(tmp_path):
     env = environment("", HOME="/nonexistent/home")
     env.pop("QWENC_CACHE"), env.pop("XDG_CACHE_HOME", None)

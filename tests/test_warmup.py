@@ -43,6 +43,6 @@ def test_the_command_says_what_it_did(monkeypatch):
 
 
 def test_a_cache_that_cannot_be_written_is_an_error(monkeypatch):
-    monkeypatch.setattr(jit, "CACHE_DIR", None)
+    monkeypatch.setattr(jit, "CAN_KEEP", False)
     with pytest.raises(qwenc.QwencError, match="cannot be written"):
         warmup.warm_up(None, False, {})

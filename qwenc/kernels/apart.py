@@ -15,7 +15,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from qwenc.kernels.jit import CACHE_DIR, PACKAGE
+from qwenc.kernels.jit import CAN_KEEP, PACKAGE
 from qwenc.machine.cpus import affinity_mask
 
 Job = tuple[Any, tuple]  # a kernel and the Numba types of its arguments
@@ -23,7 +23,7 @@ Job = tuple[Any, tuple]  # a kernel and the Numba types of its arguments
 
 def can_compile_apart() -> bool:
     """Whether another process could run beside this one and leave what it compiles."""
-    return CACHE_DIR is not None and bool(sys.executable) and len(affinity_mask()) > 1
+    return CAN_KEEP and bool(sys.executable) and len(affinity_mask()) > 1
 
 
 # The user's folder, "" in sys.path, may hold anything.

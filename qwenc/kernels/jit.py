@@ -5,8 +5,8 @@ used: they would remove NaN and infinity logic and let the target decide about c
 to the next.
 
 The cache folder is named after a hash of all kernel sources, the Numba version, the SIMD level and the CPU: Numba itself looks only at
-the file that a function stands in and would serve stale code after an edit of a helper elsewhere. A cache that cannot be written is not
-used; an entry that cannot be read is compiled again.
+the file that a function stands in and would serve stale code after an edit of a helper elsewhere. A cache that cannot be written is read
+(another user may have filled it); an entry that cannot be read is compiled again.
 """
 
 from __future__ import annotations
@@ -188,8 +188,9 @@ def kernels_name() -> str:
     return f"{LEVEL.name}-{_fingerprint()}"
 
 
-def _choose_cache_dir() -> Path | None:
-    """The user's NUMBA_CACHE_DIR, else the qwenc cache; None when neither can be written."""
+def _choose_cache_dir() -> tuple[Path | None, bool]:
+    """A folder in the user's NUMBA_CACHE_DIR, else in the qwenc cache, and whether it can be written; None where there is nothing to read
+    either."""
     named = os.environ.get("NUMBA_CACHE_DIR")
     base = Path(named) if named else cache_root() / "jit"
     folder = base / kernels_name()
@@ -198,11 +199,11 @@ def _choose_cache_dir() -> Path | None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except (OSError, RuntimeError):
-        return None
-    return folder
+        return (folder if os.access(folder, os.R_OK | os.X_OK) else None), False
+    return folder, True
 
 
 try:
-    CACHE_DIR = _choose_cache_dir()
+    CACHE_DIR, CAN_KEEP = _choose_cache_dir()
 except OSError:  # the sources cannot be read (a zip install): nothing to name the folder after
-    CACHE_DIR = None
+    CACHE_DIR, CAN_KEEP = None, False

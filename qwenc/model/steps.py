@@ -12,12 +12,15 @@ import numpy as np
 
 from qwenc.errors import QwencError
 from qwenc.kernels.apart import Apart, Job, can_compile_apart
-from qwenc.kernels.jit import compiling, is_cached
+from qwenc.kernels.jit import CAN_KEEP, compiling, is_cached
 from qwenc.kernels.sync import BROKEN, STOP, begin_step, new_sync
 from qwenc.machine.later import Later
 from qwenc.machine.team import ThreadTeam
 from qwenc.model.records import TIMER_SLOTS, Team
 from qwenc.report import Reporter
+
+KEPT = ", once: about a minute, with sparse attention two; stopped early, it begins anew"
+NOT_KEPT = ": about a minute, in every run, as the cache folder cannot be written (QWENC_CACHE names another)"
 
 
 class Steps:
@@ -75,9 +78,7 @@ def _compile_all(jobs: Sequence[Job], others: Apart | None, here: Sequence[Job],
 
     def tell() -> None:
         if not told:
-            reporter.note(
-                "compiling the kernels for these settings, once: about a minute, with sparse attention two; stopped early, it begins anew"
-            )
+            reporter.note(f"compiling the kernels for these settings{KEPT if CAN_KEEP else NOT_KEPT}")
             told.append(True)
 
     with compiling(tell):
