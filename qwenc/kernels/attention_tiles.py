@@ -87,8 +87,8 @@ def make_scores(kind: str, rows: int, ahead_lines: int = 0, tiles: int = 1) -> A
     Writes s[s_at + r·s_step + key] (float32).
     """
     strip_bytes, pieces, cells_of = KEYS[kind]
-    # from one row of a strip of the queries to the next: a plane's are made for 8 units at once
-    row_step = PLANE_ROW if kind == "plane" else LANES * pieces
+    # of a strip of a query, and how many of what is loaded at once lie in a piece of it; a plane's are made for 8 units together
+    row_bytes, in_piece = (PLANE_ROW, PLANE_ROW // 4) if kind == "plane" else (LANES * pieces, LANES // 4)
     words = pieces == 2 and LEVEL.words
     if words:
         pieces = 1
@@ -121,13 +121,13 @@ def make_scores(kind: str, rows: int, ahead_lines: int = 0, tiles: int = 1) -> A
             with cgutils.for_range(builder, strips_v) as loop:
                 for line in range(ahead_lines):
                     e.prefetch(e.at(ahead_p, builder.add(builder.mul(loop.index, I64(LINE * ahead_lines)), I64(LINE * line))))
-                strip = e.at(q_p, builder.mul(loop.index, I64(rows * row_step)))
+                strip = e.at(q_p, builder.mul(loop.index, I64(rows * row_bytes)))
                 before = [sums.get(slot) for slot in range(chains * tiles * count)]
                 after = before if kind == "int8" else [e.nibble_start(x) for x in before]
                 for of_cell in zip(*(cells_of(e, of_tile, loop.index) for of_tile in planes), strict=True):
                     cell = of_cell[0][0]
                     for i in range(count):
-                        place = row_step // 4 // pieces * i + cell
+                        place = in_piece * i + cell
                         x = e.load_quad(strip, place) if words else e.load_word(strip, place, LANES // 4 * count, e.i8)
                         for j in range(tiles):
                             slot = (chain_of[cell] * tiles + j) * count + i
