@@ -101,7 +101,7 @@ class Emitter(WideEmitter):
         """x·y / 2^15 of 16-bit words, rounded."""
         size = self.level.vector_bytes
         if self.level.x86:
-            name = {16: "ssse3.pmul.hr.sw.128", 32: "avx2.pmul.hr.sw", 64: "avx512.pmul.hr.sw.512"}[size]
+            name = {32: "avx2.pmul.hr.sw", 64: "avx512.pmul.hr.sw.512"}[size]
             function = self._function(f"llvm.x86.{name}", self.i16, [self.i16] * 2)
         elif self.level.name == "neon":
             function = self._function("llvm.aarch64.neon.sqrdmulh.v8i16", self.i16, [self.i16] * 2)

@@ -128,9 +128,11 @@ def maximum(b, x, y):
 @operation(f32x16, f32x16, types.intp, f32x16)
 def first_lanes(b, x, count, other):
     """Lanes below `count` from x, the others from `other` (a select: what x holds there does not matter)."""
-    lanes = ir.Constant(I32X16, list(range(LANES)))
-    keep = b.icmp_signed("<", lanes, splat_vector(b, b.trunc(count, I32), I32X16))
-    return b.select(keep, x, other)
+    return b.select(_lanes_below(b, count), x, other)
+
+
+def _lanes_below(b: ir.IRBuilder, count: Value) -> Value:
+    return b.icmp_signed("<", _indices(list(range(LANES))), splat_vector(b, b.trunc(count, I32), I32X16))
 
 
 @operation(f32x16, f32x16, types.intp, types.intp, f32x16)
@@ -138,7 +140,7 @@ def kept_lanes(b, x, mask, count, other):
     """Lanes below `count` whose bit of `mask` is set from x, the others from `other` (a select, as in first_lanes)."""
     lanes = ir.Constant(I32X16, list(range(LANES)))
     bits = b.and_(b.lshr(splat_vector(b, b.trunc(mask, I32), I32X16), lanes), constant(1, I32X16))
-    keep = b.and_(b.icmp_signed("<", lanes, splat_vector(b, b.trunc(count, I32), I32X16)), b.icmp_signed("!=", bits, constant(0, I32X16)))
+    keep = b.and_(_lanes_below(b, count), b.icmp_signed("!=", bits, constant(0, I32X16)))
     return b.select(keep, x, other)
 
 
@@ -157,9 +159,7 @@ def where_from(b, x, limit, then, other):
 @operation(f32x16, f32x16, f32x16, f32x16, types.intp)
 def count_from(b, number, x, limit, count):
     """`number` (integers, begun with 0.0), one more in those lanes below `count` in which x is at least `limit`."""
-    lanes = ir.Constant(I32X16, list(range(LANES)))
-    below = b.icmp_signed("<", lanes, splat_vector(b, b.trunc(count, I32), I32X16))
-    more = b.zext(b.and_(below, b.fcmp_ordered(">=", x, limit)), I32X16)
+    more = b.zext(b.and_(_lanes_below(b, count), b.fcmp_ordered(">=", x, limit)), I32X16)
     return b.bitcast(b.add(b.bitcast(number, I32X16), more), F32X16)
 
 
