@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qwenc.attention.cache import Q4K, Q4V, TILE, UNIT, FloatKV
+from qwenc.attention.cache import PAGE, Q4V, Q5K, TILE, UNITS, FloatKV
 from qwenc.attention.overloads import is_record
 from qwenc.kernels import simd
 from qwenc.kernels.attention_tiles import LINE, SEGMENT
@@ -20,38 +20,43 @@ def ask_for_keys(k, r, tiles):
 def _ask_for_keys(k, r, tiles):
     if is_record(k, FloatKV):
         return lambda k, r, tiles: None
-    four = is_record(k, Q4K)
+    five = is_record(k, Q5K)
 
     def run(k, r, tiles):
-        codes, lower = key_arrays(k)
+        codes, lower, last = key_arrays(k)
         head_dim = r.q.shape[1]
-        step = TILE * head_dim // (4 if four else 1)
+        step = TILE * head_dim // (4 if five else 1)
         for i in range(min(tiles, SEGMENT)):
             ask_key_ranges(k, r.at[i], head_dim)
         for i in range(min(tiles, FIRST)):
             for byte in range(0, step, LINE):
                 simd.ask_ahead(codes, r.at[i] // TILE * step + byte)
-                if four:
+                if five:
                     simd.ask_ahead(lower, r.at[i] // TILE * step + byte)
+                    simd.ask_ahead(last, (r.at[i] // TILE * step + byte) // 2)
 
     return run
 
 
 def ask_key_ranges(k, slot, head_dim):
-    """Ask for the scales of the keys of the tile at `slot`: in 4 bits, with the first tile of a unit for both."""
+    """Ask for the scales of the keys of the tile at `slot`: the ranges of channels with the first tile of a page for all of them. Where
+    blocks are chosen the choice has read these."""
     raise NotImplementedError("runs in compiled code only")
 
 
 @by_type(ask_key_ranges, inline=True)
 def _ask_key_ranges(k, slot, head_dim):
-    if not is_record(k, Q4K):
+    if not is_record(k, Q5K):
         return lambda k, slot, head_dim: simd.ask_ahead(k.scale, slot)
 
     def run(k, slot, head_dim):
-        if slot % UNIT == 0:
-            for d in range(0, head_dim, 32):  # a cache line
-                simd.ask_ahead(k.low, slot // UNIT * head_dim + d)
-                simd.ask_ahead(k.step, slot // UNIT * head_dim + d)
+        if slot % PAGE == 0:
+            size = UNITS * head_dim
+            for line in range(0, size, LINE):
+                simd.ask_ahead(k.centre, slot // PAGE * size + line)
+            for line in range(0, size // 2, LINE):
+                simd.ask_ahead(k.step, slot // PAGE * size // 2 + line)
+            simd.ask_ahead(k.scale, slot // PAGE * 2 * UNITS)
 
     return run
 
@@ -68,20 +73,20 @@ def _ask_value_ranges(v, slot, width):
 
     def run(v, slot, width):
         ranges = width // 2  # of a tile
-        for d in range(0, ranges, 32):
-            simd.ask_ahead(v.low, slot // TILE * ranges + d)
+        for d in range(0, ranges, LINE):
+            simd.ask_ahead(v.centre, slot // TILE * ranges + d)
             simd.ask_ahead(v.step, slot // TILE * ranges + d)
 
     return run
 
 
 def key_arrays(k):
-    """The one or two arrays of codes."""
+    """The arrays of codes: three planes, or one array."""
     raise NotImplementedError("runs in compiled code only")
 
 
 @by_type(key_arrays, inline=True)
 def _key_arrays(k):
-    if is_record(k, Q4K):
-        return lambda k: (k.upper, k.lower)
-    return lambda k: (k.codes, k.codes)
+    if is_record(k, Q5K):
+        return lambda k: (k.upper, k.lower, k.last)
+    return lambda k: (k.codes, k.codes, k.codes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qwenc.attention.cache import Q4K, Int8K
+from qwenc.attention.cache import Q5K, Int8K
 from qwenc.attention.overloads import is_record
 from qwenc.attention.rows import list_tiles, softmax_segment
 from qwenc.attention.scores import score_int8, score_tiles
@@ -45,14 +45,14 @@ def stage_of(k):
 
 @by_type(stage_of, inline=True)
 def _stage_of(k):
-    if is_record(k, Q4K):
+    if is_record(k, Q5K):
         return lambda k: Int8K(k.tail, k.tail_scale)
     return lambda k: k
 
 
 def is_staged(cache):
     """For overloads: whether keys get their codes only when their unit is full."""
-    return is_record(cache[cache.fields.index("k")], Q4K)
+    return is_record(cache[cache.fields.index("k")], Q5K)
 
 
 @helper

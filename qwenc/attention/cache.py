@@ -4,8 +4,11 @@ A page holds all layers and kv heads of its tokens, so the cache grows in one di
 Every array begins with [pages, layers, kv_heads]; a token's place in it is one number, its `slot`:
 ((page·layers + layer)·kv_heads + head)·256 + position % 256.
 
-Tokens lie in tiles of 16, as the kernels read them (kernels/attention_tiles.py). Keys of 4 bits, and the 2-bit plane that sparse attention
-looks through, have one scale per channel in each unit of 32 tokens; a unit gets its codes when it is full.
+Tokens lie in tiles of 16, as the kernels read them (kernels/attention_tiles.py). Keys of 5 bits, and the 2-bit plane that sparse attention
+looks through, have one range per channel in each unit of 32 tokens; a unit gets its codes when it is full.
+
+"q4" is 4 bits a number and their ranges in float16 by size: 160 bytes for a key and a value of 128 dimensions. Ranges in single bytes make
+room for a fifth bit of the keys, whose error is what costs quality: half the KL of 4 bits for both.
 """
 
 from __future__ import annotations
@@ -39,27 +42,31 @@ class Int8V(NamedTuple):
     scale: np.ndarray
 
 
-class Q4K(NamedTuple):
-    """Keys of 4 bits per channel and unit, low + step·code: upper, lower uint8 […, 256·head_dim/4], two bits each, as
-    [tile][head_dim/16][16 tokens][4 bytes], byte b holding dimensions b, b + 4, b + 8, b + 12 of a strip from its lowest bits on; low, step
-    float16 as uint16 […, 8 units·head_dim]. tail, tail_scale: the unit that is not full yet, as Int8K holds it, [1, layers, kv_heads, …].
+class Q5K(NamedTuple):
+    """Keys of 5 bits per channel and unit, centre + step·15/31·(code − 15.5). centre, step, scale: as in Plane, but that a scale is NaN
+    where a key was not finite. upper (their upper 2 bits), lower (the next 2) uint8 […, 256·head_dim/4] as [tile][head_dim/16][16
+    tokens][4 bytes], byte b holding dimensions b, b + 4, b + 8, b + 12 of a strip: `upper` from its lowest bits on, `lower` in bits 6, 0, 2, 4.
+    last: their last bits, uint8 [tile][head_dim/32][16 tokens][4 bytes], those of a first strip in bits 2, 0, 1, 3, of a second 4 bits up
+    (LOWER_AT and LAST_AT of kernels/attention_tiles.py). tail, tail_scale: the unit that is not full yet, as Int8K holds it, [1, layers, kv_heads, …].
     """
 
     upper: np.ndarray
     lower: np.ndarray
-    low: np.ndarray
+    last: np.ndarray
+    centre: np.ndarray
     step: np.ndarray
+    scale: np.ndarray
     tail: np.ndarray
     tail_scale: np.ndarray
 
 
 class Q4V(NamedTuple):
-    """Values of 4 bits, low + step·code: codes uint8 […, 256·16·groups] as [tile][group][4 cells][16][4 tokens], a group being 32
-    dimensions, d in the lower and d + 16 in the upper half of a byte; low, step float16 as uint16 […, 256·groups] as [tile][group][16
-    tokens]."""
+    """Values of 4 bits, step·(centre/8 + code − 7.5): codes uint8 […, 256·16·groups] as [tile][group][4 cells][16][4 tokens], a group being
+    32 dimensions, d in the lower and d + 16 in the upper half of a byte; centre int8, step uint8 […, 256·groups] as [tile][group][16
+    tokens]. A step is a float of 5 bits of exponent and 3 of mantissa, (1 + mantissa/8)·2^(exponent − 20); 255 is NaN."""
 
     codes: np.ndarray
-    low: np.ndarray
+    centre: np.ndarray
     step: np.ndarray
 
 
@@ -70,12 +77,12 @@ class FloatKV(NamedTuple):
 
 
 class Plane(NamedTuple):
-    """What sparse attention ranks blocks by. codes: the upper two bits of every key's code, Q4K.upper itself where that exists. The range
-    of each channel of a unit by its centre, int8 […, 8·head_dim] as [head_dim/8][8 units][8 dims], and a fifteenth of its width in 4 bits,
+    """What sparse attention ranks blocks by. codes: the upper two bits of every key's code, Q5K.upper itself where that exists, and so with
+    centre and step. The range of each channel of a unit by its centre, int8 […, 8·head_dim] as [head_dim/8][8 units][8 dims], and a fifteenth of its width in 4 bits,
     step uint8 […, 4·head_dim] as [head_dim/16][8 units][8], dims 16j … 16j + 7 in the lower halves of the bytes, the next 8 in the upper;
     scale
-    float32 […, 16]: of the centres of the 8 units of a page, then of their steps. centre = code·scale, step = (code + ½)·scale; a key is
-    about centre + step·(4·code − 6)."""
+    float32 […, 16]: of the centres of the 8 units of a page, then of their steps. centre = code·scale, step = (code + ½)·scale, no less
+    than it is; a key is about centre + step·15/31·(8·code − 12)."""
 
     codes: np.ndarray
     centre: np.ndarray
@@ -84,7 +91,7 @@ class Plane(NamedTuple):
 
 
 class KVCache(NamedTuple):
-    """k: Int8K, Q4K or FloatKV; v: Int8V, Q4V or FloatKV; plane: Plane, or None where attention is always exact."""
+    """k: Int8K, Q5K or FloatKV; v: Int8V, Q4V or FloatKV; plane: Plane, or None where attention is always exact."""
 
     k: Any
     v: Any
@@ -104,25 +111,28 @@ def new_cache(kv: str, tokens: int, layers: int, kv_heads: int, head_dim: int, *
     def room(per_page: int, dtype: type, count: int = pages) -> np.ndarray:
         return _reserve((count, layers, kv_heads, per_page), dtype)
 
+    def ranges() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return room(UNITS * head_dim, np.int8), room(UNITS * head_dim // 2, np.uint8), room(2 * UNITS, np.float32)
+
     groups, values = groups_of(head_dim), PAGE * head_dim
     k: Any
     v: Any
     if kv == "f32":
         k, v = FloatKV(room(values, np.float32)), FloatKV(room(values, np.float32))
     elif kv == "q4":
-        upper, lower = room(values // 4, np.uint8), room(values // 4, np.uint8)
-        low, step = room(UNITS * head_dim, np.uint16), room(UNITS * head_dim, np.uint16)
-        k = Q4K(upper, lower, low, step, room(UNIT * head_dim, np.int8, 1), room(UNIT, np.float32, 1))
+        codes = (room(values // 4, np.uint8), room(values // 4, np.uint8), room(PAGE * 4 * groups, np.uint8))
+        k = Q5K(*codes, *ranges(), room(UNIT * head_dim, np.int8, 1), room(UNIT, np.float32, 1))
     else:
         k = Int8K(room(values, np.int8), room(PAGE, np.float32))
     if kv in ("q4", "k8v4"):
-        v = Q4V(room(PAGE * 16 * groups, np.uint8), room(PAGE * groups, np.uint16), room(PAGE * groups, np.uint16))
+        v = Q4V(room(PAGE * 16 * groups, np.uint8), room(PAGE * groups, np.int8), room(PAGE * groups, np.uint8))
     elif kv == "q8":
         v = Int8V(room(values, np.int8), room(PAGE, np.float32))
     plane = None
-    if sparse:
-        codes = k.upper if kv == "q4" else room(values // 4, np.uint8)
-        plane = Plane(codes, room(UNITS * head_dim, np.int8), room(UNITS * head_dim // 2, np.uint8), room(2 * UNITS, np.float32))
+    if sparse and kv == "q4":
+        plane = Plane(k.upper, k.centre, k.step, room(2 * UNITS, np.float32))
+    elif sparse:
+        plane = Plane(room(values // 4, np.uint8), *ranges())
     return KVCache(k, v, plane)
 
 
@@ -137,7 +147,7 @@ def cache_arrays(cache: KVCache) -> dict[str, np.ndarray]:
 
 
 def is_paged(name: str) -> bool:
-    """Whether an array of cache_arrays has an entry per page; keys of 4 bits that wait for their codes have none."""
+    """Whether an array of cache_arrays has an entry per page; keys that wait for their codes have none."""
     return not name.startswith("k.tail")
 
 

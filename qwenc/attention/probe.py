@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from qwenc.attention.cache import Q4K, UNIT, FloatKV, slot_of
+from qwenc.attention.cache import Q5K, UNIT, FloatKV, slot_of
 from qwenc.attention.overloads import is_record
+from qwenc.attention.scores import MIDDLE, channel_centres, channel_scales, channel_steps
 from qwenc.attention.select import budget
 from qwenc.attention.top import keep_top
 from qwenc.kernels import simd
+from qwenc.kernels.attention_tiles import LAST_AT, LOWER_AT
 from qwenc.kernels.jit import by_type, helper
 
 
@@ -55,7 +57,7 @@ def _fetch_key(k, slot, out, step):
                 out[d] = simd.get(k.values, slot * out.size + d)
 
         return fetch_float
-    return fetch_q4 if is_record(k, Q4K) else fetch_int8
+    return fetch_q5 if is_record(k, Q5K) else fetch_int8
 
 
 def fetch_int8(k, slot, out, step):
@@ -65,14 +67,18 @@ def fetch_int8(k, slot, out, step):
         out[d] = np.float32(simd.get(k.codes, first + d // 4 * 64 + d % 4)) * scale
 
 
-def fetch_q4(k, slot, out, step):
+def fetch_q5(k, slot, out, step):
     head_dim = out.size
     unit = slot // UNIT
+    of_centre, of_step = channel_scales(k, unit)
     for d in range(0, head_dim, 16):
-        simd.store(out, d, simd.load_half(k.low, unit * head_dim + d))
-        simd.store(step, d, simd.load_half(k.step, unit * head_dim + d))
-    first = slot // 16 * 4 * head_dim + 4 * (slot % 16)
+        simd.store(step, d, simd.mul(channel_steps(k, unit, head_dim, d), simd.splat(of_step)))
+        simd.store(out, d, simd.mul(channel_centres(k, unit, head_dim, d), simd.splat(of_centre)))
+    tile, in_tile = slot // 16, 4 * (slot % 16)
     for d in range(head_dim):
-        at, shift = first + d // 16 * 64 + d % 4, d % 16 // 4 * 2
-        code = (simd.get(k.upper, at) >> shift & 3) << 2 | simd.get(k.lower, at) >> shift & 3
-        out[d] += step[d] * np.float32(code)
+        strip, cell = d // 16, d % 16 // 4
+        at = tile * 4 * head_dim + strip * 64 + in_tile + d % 4
+        last_at = (tile * ((head_dim + 31) // 32) + strip // 2) * 64 + in_tile + d % 4
+        upper, lower = simd.get(k.upper, at) >> 2 * cell & 3, simd.get(k.lower, at) >> LOWER_AT[cell] & 3
+        code = upper << 3 | lower << 1 | simd.get(k.last, last_at) >> (4 * (strip % 2) + LAST_AT[cell]) & 1
+        out[d] += step[d] * (np.float32(code) - MIDDLE)

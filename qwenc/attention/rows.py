@@ -38,7 +38,7 @@ class Rows(NamedTuple):
     [rows]: keys that a row sees, counted from position 0; s float32 [rows, S_ROW]: scores of a segment; qp int8 [rows·head_dim·2], pp uint8
     [groups·rows·512]: queries and probabilities in two pieces, as the tiles read them; qo int32 [rows, 2]; ps, pl float32 [groups, rows]:
     scale of pp, and what 4-bit values add. fp, fs, fb: queries folded with the channel scales of a unit (qp, qs and a bias for it).
-    weights float32 [512]; channel_low, channel_step float32 [head_dim], codes uint8 [32], bits uint16 [16], unit_codes int8 [32·head_dim],
+    weights float32 [512]; channel_low, channel_step float32 [head_dim], codes uint8 [32], unit_codes int8 [32·head_dim],
     unit_scale float32 [32]: room for writing keys and values.
     The tile list: at int64: slot of a tile's first token, pos: its position, mask: the keys that take part, a bit each.
     """
@@ -63,7 +63,6 @@ class Rows(NamedTuple):
     channel_low: np.ndarray
     channel_step: np.ndarray
     codes: np.ndarray
-    bits: np.ndarray
     unit_codes: np.ndarray
     unit_scale: np.ndarray
     at: np.ndarray
@@ -97,7 +96,6 @@ def new_rows(rows, head_dim, keys):
         np.zeros(head_dim, np.float32),
         np.zeros(head_dim, np.float32),
         np.zeros(32, np.uint8),
-        np.zeros(16, np.uint16),
         np.zeros(UNIT * head_dim, np.int8),
         np.zeros(UNIT, np.float32),
         np.zeros(tiles, np.int64),

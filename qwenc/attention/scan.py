@@ -18,6 +18,7 @@ from qwenc.kernels.level import LEVEL
 from qwenc.kernels.summary_tiles import fold_steps
 
 TILES = UNIT // TILE
+CODE_STEP, CODE_MIDDLE = np.float32(8 * 15 / 31), np.float32(12 * 15 / 31)  # of the codes of a plane, in steps of a channel
 SCAN_TILES = [TILES if rows * TILES <= LEVEL.tile_rows else 1 for rows in (1, 2, 4, 8)]  # taken at once, by registers
 SCAN_1, SCAN_2, SCAN_4, SCAN_8 = SCAN_TILES
 scan_1, scan_2, scan_4, scan_8 = (make_scores("plane", rows, 0, tiles) for rows, tiles in zip((1, 2, 4, 8), SCAN_TILES, strict=True))
@@ -56,10 +57,10 @@ def fold_page(plane, c, rows, slot, unit):
             fold_steps(plane.step, page, strips, c.q16, first + lane, c.folded, out, width * PLANE_ROW)
         first += width
     for place in range(UNITS):
-        step_scale = np.float32(16384.0) * simd.get(plane.scale, page * 2 * UNITS + UNITS + place)  # 4 · 2^15/8
+        step_scale = CODE_STEP * np.float32(4096.0) * simd.get(plane.scale, page * 2 * UNITS + UNITS + place)  # 2^15/8
         for row in range(rows):
             c.folded_scale[place * rows + row] = c.q16s[row] * step_scale
-            c.folded_bias[place * rows + row] = c.mid[row, unit + place] - np.float32(6.0) * c.tilt[row, unit + place]
+            c.folded_bias[place * rows + row] = c.mid[row, unit + place] - CODE_MIDDLE * c.tilt[row, unit + place]
 
 
 @inlined
@@ -75,16 +76,16 @@ def scan_unit(plane, c, r, rows, slot, place, key):
         row, q_at, s_at = of_unit + first, first * strips * PLANE_ROW + in_strip, first * S_ROW + key
         if width == 8:
             for tile in range(0, TILES, SCAN_8):
-                scan_8(codes, None, None, r.at, tile, strips, q, q_at, scale, bias, row, None, r.s, s_at + TILE * tile, S_ROW)
+                scan_8(codes, None, None, None, r.at, tile, strips, q, q_at, scale, bias, row, None, r.s, s_at + TILE * tile, S_ROW)
         elif width == 4:
             for tile in range(0, TILES, SCAN_4):
-                scan_4(codes, None, None, r.at, tile, strips, q, q_at, scale, bias, row, None, r.s, s_at + TILE * tile, S_ROW)
+                scan_4(codes, None, None, None, r.at, tile, strips, q, q_at, scale, bias, row, None, r.s, s_at + TILE * tile, S_ROW)
         elif width == 2:
             for tile in range(0, TILES, SCAN_2):
-                scan_2(codes, None, None, r.at, tile, strips, q, q_at, scale, bias, row, None, r.s, s_at + TILE * tile, S_ROW)
+                scan_2(codes, None, None, None, r.at, tile, strips, q, q_at, scale, bias, row, None, r.s, s_at + TILE * tile, S_ROW)
         else:
             for tile in range(0, TILES, SCAN_1):
-                scan_1(codes, None, None, r.at, tile, strips, q, q_at, scale, bias, row, None, r.s, s_at + TILE * tile, S_ROW)
+                scan_1(codes, None, None, None, r.at, tile, strips, q, q_at, scale, bias, row, None, r.s, s_at + TILE * tile, S_ROW)
         first += width
 
 

@@ -5,20 +5,21 @@ from __future__ import annotations
 import numpy as np
 
 from qwenc.attention.ahead import ask_key_ranges, ask_value_ranges
-from qwenc.attention.cache import Q4K, Q4V, UNIT, FloatKV
+from qwenc.attention.cache import Q4V, Q5K, UNIT, UNITS, FloatKV
 from qwenc.attention.overloads import is_record
 from qwenc.attention.rows import S_ROW, TINY, rows_at_once, split_queries
 from qwenc.kernels import simd
 from qwenc.kernels.attention_tiles import SEGMENT, make_scores
 from qwenc.kernels.jit import by_type, inlined
 
-MIDDLE = np.float32(7.5)  # of the codes 0 … 15
+MIDDLE = np.float32(15.5)  # of the codes 0 … 31 of keys
+STEP = np.float32(15 / 31)  # of these, in steps of a channel
 AHEAD = (4, 2)  # cache lines of a strip of int8 and of 4-bit values
 
 # eight rows and more are prefill, where the same keys and values are read again and again: nothing to ask for ahead
 int8_scores = [[make_scores("int8", rows, lines if rows < 8 else 0) for rows in (1, 2, 4, 8)] for lines in AHEAD]
 (i8_1, i8_2, i8_4, i8_8), (i4_1, i4_2, i4_4, i4_8) = int8_scores
-q4_1, q4_2, q4_4, q4_8 = (make_scores("q4", rows, 2 if rows < 8 else 0) for rows in (1, 2, 4, 8))
+q5_1, q5_2, q5_4, q5_8 = (make_scores("q5", rows, 2 if rows < 8 else 0) for rows in (1, 2, 4, 8))
 
 
 def prepare_rows(k, r, rows):
@@ -42,8 +43,8 @@ def score_tiles(k, v, r, rows, start, tiles):
 def _score_tiles(k, v, r, rows, start, tiles):
     if is_record(k, FloatKV):
         return lambda k, v, r, rows, start, tiles: score_float(k, r, rows, start, tiles)
-    if is_record(k, Q4K):
-        return lambda k, v, r, rows, start, tiles: score_q4(k, v, r, rows, start, tiles)
+    if is_record(k, Q5K):
+        return lambda k, v, r, rows, start, tiles: score_q5(k, v, r, rows, start, tiles)
     return lambda k, v, r, rows, start, tiles: score_int8(k, v, r, rows, start, tiles)
 
 
@@ -78,19 +79,19 @@ def _score_int8(k, v, r, rows, start, tiles):
             q_at, s_at = first * head_dim * 2, first * S_ROW
             if width == 8:
                 for i in range(tiles):
-                    k_8(k.codes, None, k.scale, r.at, start + i, strips, r.qp, q_at, r.qs, r.qo, first, v.codes, r.s, s_at + 16 * i, S_ROW)
+                    k_8(k.codes, None, None, k.scale, r.at, start + i, strips, r.qp, q_at, r.qs, r.qo, first, v.codes, r.s, s_at + 16 * i, S_ROW)
             elif width == 4:
                 for i in range(tiles):
                     ask_ranges(k, v, r, start + i)
-                    k_4(k.codes, None, k.scale, r.at, start + i, strips, r.qp, q_at, r.qs, r.qo, first, v.codes, r.s, s_at + 16 * i, S_ROW)
+                    k_4(k.codes, None, None, k.scale, r.at, start + i, strips, r.qp, q_at, r.qs, r.qo, first, v.codes, r.s, s_at + 16 * i, S_ROW)
             elif width == 2:
                 for i in range(tiles):
                     ask_ranges(k, v, r, start + i)
-                    k_2(k.codes, None, k.scale, r.at, start + i, strips, r.qp, q_at, r.qs, r.qo, first, v.codes, r.s, s_at + 16 * i, S_ROW)
+                    k_2(k.codes, None, None, k.scale, r.at, start + i, strips, r.qp, q_at, r.qs, r.qo, first, v.codes, r.s, s_at + 16 * i, S_ROW)
             else:
                 for i in range(tiles):
                     ask_ranges(k, v, r, start + i)
-                    k_1(k.codes, None, k.scale, r.at, start + i, strips, r.qp, q_at, r.qs, r.qo, first, v.codes, r.s, s_at + 16 * i, S_ROW)
+                    k_1(k.codes, None, None, k.scale, r.at, start + i, strips, r.qp, q_at, r.qs, r.qo, first, v.codes, r.s, s_at + 16 * i, S_ROW)
             first += width
 
     return run
@@ -105,7 +106,7 @@ def ask_ranges(k, v, r, i):
 
 
 @inlined
-def score_q4(k, v, r, rows, start, tiles):
+def score_q5(k, v, r, rows, start, tiles):
     head_dim = r.q.shape[1]
     strips = head_dim // 16
     folded = -1
@@ -121,20 +122,19 @@ def score_q4(k, v, r, rows, start, tiles):
             width = rows_at_once(rows, first)
             q_at, s_at = first * head_dim, first * S_ROW + 16 * (i - start)
             if width == 8:
-                q4_8(k.upper, k.lower, None, r.at, i, strips, r.fp, q_at, r.fs, r.fb, first, v.codes, r.s, s_at, S_ROW)
+                q5_8(k.upper, k.lower, k.last, None, r.at, i, strips, r.fp, q_at, r.fs, r.fb, first, v.codes, r.s, s_at, S_ROW)
             elif width == 4:
-                q4_4(k.upper, k.lower, None, r.at, i, strips, r.fp, q_at, r.fs, r.fb, first, v.codes, r.s, s_at, S_ROW)
+                q5_4(k.upper, k.lower, k.last, None, r.at, i, strips, r.fp, q_at, r.fs, r.fb, first, v.codes, r.s, s_at, S_ROW)
             elif width == 2:
-                q4_2(k.upper, k.lower, None, r.at, i, strips, r.fp, q_at, r.fs, r.fb, first, v.codes, r.s, s_at, S_ROW)
+                q5_2(k.upper, k.lower, k.last, None, r.at, i, strips, r.fp, q_at, r.fs, r.fb, first, v.codes, r.s, s_at, S_ROW)
             else:
-                q4_1(k.upper, k.lower, None, r.at, i, strips, r.fp, q_at, r.fs, r.fb, first, v.codes, r.s, s_at, S_ROW)
+                q5_1(k.upper, k.lower, k.last, None, r.at, i, strips, r.fp, q_at, r.fs, r.fb, first, v.codes, r.s, s_at, S_ROW)
             first += width
 
 
 @inlined
 def fold_queries(k, unit, r, rows):
-    """q·(low + step·code) = q·(low + 7.5·step) + (q·step)·(code − 7.5): the first term as a bias, q·step in 8 bits, far finer than
-    codes."""
+    """q·key = q·centre + (q·step)·(code − 15.5): the first term as a bias, q·step in 8 bits, far finer than codes."""
     first = 0
     while first < rows:
         width = rows_at_once(rows, first)
@@ -147,12 +147,9 @@ def fold_queries(k, unit, r, rows):
 def fold_two(k, unit, r, row_a, row_b, first, width):
     """The same for two rows of the `width` that one kernel takes, so that the ranges are read once for both."""
     head_dim = r.q.shape[1]
-    at = unit * head_dim
     top_a = top_b = bias_a = bias_b = sum_a = sum_b = simd.splat(np.float32(0.0))
-    middle = simd.splat(MIDDLE)
     for d in range(0, head_dim, 16):
-        step = simd.load_half(k.step, at + d)
-        centre = simd.fma(step, middle, simd.load_half(k.low, at + d))
+        centre, step = channel_centres(k, unit, head_dim, d), channel_steps(k, unit, head_dim, d)
         q_a, q_b = simd.load(r.q, row_a * head_dim + d), simd.load(r.q, row_b * head_dim + d)
         bias_a, bias_b = simd.fma(q_a, centre, bias_a), simd.fma(q_b, centre, bias_b)
         q_a, q_b = simd.mul(q_a, step), simd.mul(q_b, step)
@@ -170,6 +167,26 @@ def fold_two(k, unit, r, row_a, row_b, first, width):
         sum_a, sum_b = simd.add(sum_a, x_a), simd.add(sum_b, x_b)
         simd.store_bytes(r.fp, strip + 16 * (row_a - first), x_a)
         simd.store_bytes(r.fp, strip + 16 * (row_b - first), x_b)
-    r.fs[row_a], r.fs[row_b] = unit_a, unit_b
-    r.fb[row_a] = simd.lane_sum(bias_a) - MIDDLE * unit_a * simd.lane_sum(sum_a)
-    r.fb[row_b] = simd.lane_sum(bias_b) - MIDDLE * unit_b * simd.lane_sum(sum_b)
+    of_centre, of_step = channel_scales(k, unit)
+    r.fs[row_a], r.fs[row_b] = unit_a * of_step, unit_b * of_step
+    r.fb[row_a] = simd.lane_sum(bias_a) * of_centre - MIDDLE * r.fs[row_a] * simd.lane_sum(sum_a)
+    r.fb[row_b] = simd.lane_sum(bias_b) * of_centre - MIDDLE * r.fs[row_b] * simd.lane_sum(sum_b)
+
+
+# ---- ranges of channels: their centres and steps are 16 numbers of a strip times a scale of the unit each -------------------
+@inlined
+def channel_centres(k, unit, head_dim, d):
+    return simd.load_eights(k.centre, (unit // UNITS * head_dim + d) * UNITS + unit % UNITS * 8, 8 * UNITS)
+
+
+@inlined
+def channel_steps(k, unit, head_dim, d):
+    codes = simd.load_nibbles(k.step, (unit // UNITS * head_dim + d) * UNITS // 2 + unit % UNITS * 8)
+    return simd.add(codes, simd.splat(np.float32(0.5)))
+
+
+@inlined
+def channel_scales(k, unit):
+    """Scales of the centres and of the steps of codes."""
+    at = unit // UNITS * 2 * UNITS + unit % UNITS
+    return simd.get(k.scale, at), simd.get(k.scale, at + UNITS) * STEP

@@ -5,15 +5,16 @@ from __future__ import annotations
 import numpy as np
 from numba import types
 
-from qwenc.attention.cache import Q4K, Q4V, UNIT, UNITS, FloatKV, Int8K
+from qwenc.attention.cache import Q4V, Q5K, UNIT, UNITS, FloatKV, Int8K
 from qwenc.attention.overloads import is_record
 from qwenc.kernels import simd
+from qwenc.kernels.attention_tiles import LAST_AT, LOWER_AT
 from qwenc.kernels.jit import by_type, helper
 from qwenc.kernels.pointwise import largest_of
 
 
 def write_key(k, slot, stage, stage_slot, x, x_at, head_dim):
-    """Store the key x[x_at …] (float32, head_dim values). Keys of 4 bits go into `stage` (Int8K) first, until `finish_unit`."""
+    """Store the key x[x_at …] (float32, head_dim values). Keys of 5 bits go into `stage` (Int8K) first, until `finish_unit`."""
     raise NotImplementedError("runs in compiled code only")
 
 
@@ -39,14 +40,14 @@ def save_stage(k, stage, stage_slot, tail_slot, head_dim):
 
 @by_type(load_stage)
 def _load_stage(k, stage, stage_slot, tail_slot, head_dim):
-    if not is_record(k, Q4K):
+    if not is_record(k, Q5K):
         return lambda k, stage, stage_slot, tail_slot, head_dim: None
     return lambda k, stage, stage_slot, tail_slot, head_dim: copy_unit(Int8K(k.tail, k.tail_scale), tail_slot, stage, stage_slot, head_dim)
 
 
 @by_type(save_stage)
 def _save_stage(k, stage, stage_slot, tail_slot, head_dim):
-    if not is_record(k, Q4K):
+    if not is_record(k, Q5K):
         return lambda k, stage, stage_slot, tail_slot, head_dim: None
     return lambda k, stage, stage_slot, tail_slot, head_dim: copy_unit(stage, stage_slot, Int8K(k.tail, k.tail_scale), tail_slot, head_dim)
 
@@ -63,7 +64,7 @@ def copy_unit(source, source_slot, target, target_slot, head_dim):
 def _write_key(k, slot, stage, stage_slot, x, x_at, head_dim):
     if is_record(k, FloatKV):
         return lambda k, slot, stage, stage_slot, x, x_at, head_dim: write_floats(k.values, slot, x, x_at, head_dim)
-    if is_record(k, Q4K):
+    if is_record(k, Q5K):
         return lambda k, slot, stage, stage_slot, x, x_at, head_dim: write_int8_key(stage, stage_slot, x, x_at, head_dim)
     return lambda k, slot, stage, stage_slot, x, x_at, head_dim: write_int8_key(k, slot, x, x_at, head_dim)
 
@@ -79,19 +80,13 @@ def _write_value(v, slot, x, x_at, head_dim, r):
 
 @by_type(finish_unit)
 def _finish_unit(k, plane, slot, stage, stage_slot, head_dim, r):
-    if is_record(k, Q4K):
-        if isinstance(plane, types.NoneType):
-            return lambda k, plane, slot, stage, stage_slot, head_dim, r: code_unit(
-                stage, stage_slot, slot, head_dim, k.upper, k.lower, k.low, k.step, None, None, None, r
-            )
-        return lambda k, plane, slot, stage, stage_slot, head_dim, r: code_unit(
-            stage, stage_slot, slot, head_dim, k.upper, k.lower, k.low, k.step, plane.centre, plane.step, plane.scale, r
-        )
+    if is_record(k, Q5K):
+        return lambda k, plane, slot, stage, stage_slot, head_dim, r: code_keys(k, plane, slot, stage, stage_slot, head_dim, r)
     if is_record(k, FloatKV) and not isinstance(plane, types.NoneType):
         return lambda k, plane, slot, stage, stage_slot, head_dim, r: code_float_unit(k.values, slot, plane, head_dim, r)
     if is_record(k, Int8K) and not isinstance(plane, types.NoneType):
         return lambda k, plane, slot, stage, stage_slot, head_dim, r: code_unit(
-            k, slot, slot, head_dim, plane.codes, None, None, None, plane.centre, plane.step, plane.scale, r
+            k, slot, slot, head_dim, plane.codes, None, None, plane.centre, plane.step, plane.scale, r
         )
     return lambda k, plane, slot, stage, stage_slot, head_dim, r: None
 
@@ -128,7 +123,7 @@ def scale_of(x, x_at, count):
     return top * np.float32(1 / 127), np.float32(127.0) / top if top > 0 else np.float32(0.0)
 
 
-# ---- 4 bits ----------------------------------------------------------------------------------------------------------------
+# ---- values of 4 bits ------------------------------------------------------------------------------------------------------
 @helper
 def write_q4_value(v, slot, x, x_at, head_dim, r):
     """Codes of one token, in groups of 32 dimensions."""
@@ -136,18 +131,19 @@ def write_q4_value(v, slot, x, x_at, head_dim, r):
     codes = r.codes
     for group in range(groups):
         at = x_at + 32 * group
-        whole = 32 * group + 16 < head_dim
         first = simd.load(x, at)
-        second = simd.load(x, at + 16) if whole else first
+        second = simd.load(x, at + 16) if 32 * group + 16 < head_dim else first
         top = simd.lane_max(simd.maximum(first, second))
         bottom = -simd.lane_max(simd.maximum(simd.sub(simd.splat(np.float32(0.0)), first), simd.sub(simd.splat(np.float32(0.0)), second)))
-        scale_at = (slot // 16) * 16 * groups + 16 * group + slot % 16
-        low = store_one_half(v.low, scale_at, bottom, r.bits)
-        step = store_one_half(v.step, scale_at, (top - low) * np.float32(1 / 15), r.bits)
-        inverse = simd.splat(np.float32(1.0) / step if step > 0 else np.float32(0.0))
-        offset = simd.splat(low)
-        store_codes(codes, 0, simd.mul(simd.sub(first, offset), inverse))
-        store_codes(codes, 16, simd.mul(simd.sub(second, offset), inverse))
+        middle = np.float32(0.5) * (bottom + top)
+        range_at = (slot // 16) * 16 * groups + 16 * group + slot % 16
+        step = store_step(v.step, range_at, max((top - bottom) * np.float32(1 / 15), abs(middle) * np.float32(8 / 127)))
+        inverse = np.float32(1.0) / step
+        eighths = min(max(np.rint(np.float32(8.0) * middle * inverse), np.float32(-127.0)), np.float32(127.0))
+        simd.put(v.centre, range_at, np.int8(eighths))
+        low, factor = simd.splat((np.float32(0.125) * eighths - np.float32(7.5)) * step), simd.splat(inverse)
+        store_codes(codes, 0, simd.mul(simd.sub(first, low), factor))
+        store_codes(codes, 16, simd.mul(simd.sub(second, low), factor))
         code_at = ((slot // 16) * groups + group) * 256 + (slot % 16) // 4 * 64 + slot % 4
         for d in range(16):
             simd.put(v.codes, code_at + 4 * d, np.uint8(codes[d] | codes[d + 16] << 4))
@@ -161,11 +157,42 @@ def store_codes(codes, at, x):
 
 
 @helper
-def store_one_half(array, at, value, bits):
-    """Write one number in half precision. Returns what was written."""
-    simd.store_half(bits, 0, simd.splat(value))
-    simd.put(array, at, bits[0])
-    return simd.lane(simd.load_half(bits, 0), 0)
+def store_step(steps, at, step):
+    """Write the step of a group as the nearest float of a byte. Returns what was written."""
+    code = simd.byte_code(step)
+    simd.put(steps, at, np.uint8(code))
+    return simd.byte_float(code)
+
+
+# ---- keys of 5 bits, and the plane -----------------------------------------------------------------------------------------
+@helper
+def code_keys(k, plane, slot, stage, stage_slot, head_dim, r):
+    """Codes of the 32 keys in `stage`, and what the plane has of its own."""
+    code_unit(stage, stage_slot, slot, head_dim, k.upper, k.lower, k.last, k.centre, k.step, k.scale, r)
+    at = slot // UNIT // UNITS * 2 * UNITS + slot // UNIT % UNITS
+    copy_scales(k.scale, plane, at)
+    bad = np.float32(0.0)
+    for t in range(UNIT):
+        bad += simd.get(stage.scale, stage_slot + t) * np.float32(0.0)
+    for i in (at, at + UNITS):
+        simd.put(k.scale, i, simd.get(k.scale, i) + bad)
+
+
+def copy_scales(scale, plane, at):
+    """Give the plane, if there is one, the two scales of a unit."""
+    raise NotImplementedError("runs in compiled code only")
+
+
+@by_type(copy_scales)
+def _copy_scales(scale, plane, at):
+    if isinstance(plane, types.NoneType):
+        return lambda scale, plane, at: None
+
+    def run(scale, plane, at):
+        for i in (at, at + UNITS):
+            simd.put(plane.scale, i, simd.get(scale, i))
+
+    return run
 
 
 @helper
@@ -174,46 +201,47 @@ def code_float_unit(values, slot, plane, head_dim, r):
     keys = Int8K(r.unit_codes, r.unit_scale)
     for t in range(UNIT):
         write_int8_key(keys, t, values, (slot + t) * head_dim, head_dim)
-    code_unit(keys, 0, slot, head_dim, plane.codes, None, None, None, plane.centre, plane.step, plane.scale, r)
+    code_unit(keys, 0, slot, head_dim, plane.codes, None, None, plane.centre, plane.step, plane.scale, r)
 
 
 @helper
-def code_unit(keys, key_slot, slot, head_dim, upper, lower, low, step, centre, width, scale, r):
-    """4-bit codes per channel of the 32 keys from key_slot on (Int8K). upper, lower: planes, written at `slot`; low, step: the channels'
-    ranges in half precision; centre, width, scale: the coarse ranges of a Plane. What is None is left out."""
+def code_unit(keys, key_slot, slot, head_dim, upper, lower, last, centre, step, scale, r):
+    """Codes per channel of the 32 keys from key_slot on (Int8K). upper, lower, last: planes, written at `slot` (lower, last: None where
+    there are none); centre, step, scale: the channels' ranges, as in Plane. Ranges are no narrower than the keys need: the largest keys
+    are those that are attended to."""
     lows, steps = r.channel_low, r.channel_step
-    measure_unit(keys, key_slot, head_dim, lows, steps, r.bits)
-    unit = slot // UNIT
-    if low is not None:
-        for d in range(0, head_dim, 16):
-            simd.store_half(low, unit * head_dim + d, simd.load(lows, d))
-            simd.store_half(step, unit * head_dim + d, simd.load(steps, d))
-    if centre is not None:
-        summarise_unit(lows, steps, unit, head_dim, centre, width, scale)
-    for d in range(head_dim):
-        simd.put(steps, d, np.float32(1.0) / steps[d] if steps[d] > 0 else np.float32(0.0))
+    measure_unit(keys, key_slot, head_dim, lows, steps)
+    write_ranges(lows, steps, slot // UNIT, head_dim, centre, step, scale)
     codes = r.codes
     for t in range(UNIT):
         token = key_slot + t
         key_scale = simd.get(keys.scale, token)
         source = (token // 16) * 16 * head_dim + 4 * (token % 16)
-        target = ((slot + t) // 16) * 4 * head_dim + 4 * (token % 16)
+        tile, in_tile = (slot + t) // 16, 4 * (token % 16)
         for strip in range(head_dim // 16):
             for d in range(16):
                 channel = 16 * strip + d
                 x = np.float32(simd.get(keys.codes, source + (channel // 4) * 64 + d % 4)) * key_scale
-                codes[d] = np.uint8(min(max(np.rint((x - lows[channel]) * steps[channel]), np.float32(0.0)), np.float32(15.0)))
+                codes[d] = np.uint8(min(max(np.rint((x - lows[channel]) * steps[channel]), np.float32(0.0)), np.float32(31.0)))
+            target = tile * 4 * head_dim + strip * 64 + in_tile
             for b in range(4):
-                byte = codes[b] >> 2 | codes[b + 4] >> 2 << 2 | codes[b + 8] >> 2 << 4 | codes[b + 12] >> 2 << 6
-                simd.put(upper, target + strip * 64 + b, np.uint8(byte))
-                if lower is not None:
-                    byte = codes[b] & 3 | (codes[b + 4] & 3) << 2 | (codes[b + 8] & 3) << 4 | (codes[b + 12] & 3) << 6
-                    simd.put(lower, target + strip * 64 + b, np.uint8(byte))
+                byte = codes[b] >> 3 | codes[b + 4] >> 3 << 2 | codes[b + 8] >> 3 << 4 | codes[b + 12] >> 3 << 6
+                simd.put(upper, target + b, np.uint8(byte))
+            if lower is not None:
+                for b in range(4):
+                    middle = ones = 0
+                    for cell in range(4):
+                        code = int(codes[b + 4 * cell])
+                        middle |= (code >> 1 & 3) << LOWER_AT[cell]
+                        ones |= (code & 1) << LAST_AT[cell]
+                    simd.put(lower, target + b, np.uint8(middle))
+                    at = (tile * ((head_dim + 31) // 32) + strip // 2) * 64 + in_tile + b
+                    simd.put(last, at, np.uint8(ones if strip % 2 == 0 else simd.get(last, at) | ones << 4))
 
 
 @helper
-def measure_unit(keys, key_slot, head_dim, lows, steps, bits):
-    """Smallest value and a fifteenth of the range of every channel, as half precision holds them. A NaN in a key is in all channels."""
+def measure_unit(keys, key_slot, head_dim, lows, mosts):
+    """Smallest and largest value of every channel; 0 where a key is not finite."""
     bad = np.float32(0.0)
     for t in range(UNIT):
         bad += simd.get(keys.scale, key_slot + t) * np.float32(0.0)
@@ -224,39 +252,39 @@ def measure_unit(keys, key_slot, head_dim, lows, steps, bits):
             at = (token // 16) * 16 * head_dim + (channel // 4) * 64 + 4 * (token % 16) + channel % 4
             x = np.float32(simd.get(keys.codes, at)) * simd.get(keys.scale, token)
             least, most = min(least, x), max(most, x)
-        lows[channel], steps[channel] = least + bad, most
-    fifteenth = simd.splat(np.float32(1 / 15))
-    for d in range(0, head_dim, 16):
-        simd.store_half(bits, 0, simd.load(lows, d))
-        least = simd.load_half(bits, 0)
-        simd.store_half(bits, 0, simd.mul(simd.sub(simd.load(steps, d), least), fifteenth))
-        simd.store(lows, d, least)
-        simd.store(steps, d, simd.load_half(bits, 0))
+        lows[channel] = least if bad == 0 else np.float32(0.0)
+        mosts[channel] = most if bad == 0 else np.float32(0.0)
 
 
 @helper
-def summarise_unit(lows, steps, unit, head_dim, centre, width, scale):
-    """Centres in 8 bits and steps in 4, each to the largest of the unit."""
+def write_ranges(lows, mosts, unit, head_dim, centre, step, scale):
+    """Centres in 8 bits and fifteenths of the widths in 4, each to the largest of the unit, the latter rounded up. lows, mosts become what
+    code 0 means and how many codes there are to 1."""
     most_centre, most_step = np.float32(0.0), np.float32(0.0)
     for d in range(head_dim):
-        most_centre = max(most_centre, abs(lows[d] + np.float32(7.5) * steps[d]))
-        most_step = max(most_step, steps[d])
+        middle, width = np.float32(0.5) * (lows[d] + mosts[d]), mosts[d] - lows[d]
+        lows[d], mosts[d] = middle, width * np.float32(1 / 15)
+        most_centre, most_step = max(most_centre, abs(middle)), max(most_step, mosts[d])
     page, place = unit // UNITS, unit % UNITS
-    simd.put(scale, page * 2 * UNITS + place, most_centre * np.float32(1 / 127))
-    simd.put(scale, page * 2 * UNITS + UNITS + place, most_step * np.float32(1 / 15.5))
+    of_centre, of_step = most_centre * np.float32(1 / 127), most_step * np.float32(1 / 15.5)
+    simd.put(scale, page * 2 * UNITS + place, of_centre)
+    simd.put(scale, page * 2 * UNITS + UNITS + place, of_step)
     to_centre = np.float32(127.0) / most_centre if most_centre > 0 else np.float32(0.0)
     to_step = np.float32(15.5) / most_step if most_step > 0 else np.float32(0.0)
-    for d in range(head_dim):
-        x = (lows[d] + np.float32(7.5) * steps[d]) * to_centre
-        simd.put(centre, (page * (head_dim // 8) + d // 8) * 64 + place * 8 + d % 8, np.int8(np.rint(x)))
     for strip in range(head_dim // 16):
-        for d in range(8):
-            lower = step_code(steps[16 * strip + d] * to_step)
-            upper = step_code(steps[16 * strip + 8 + d] * to_step)
-            simd.put(width, (page * (head_dim // 16) + strip) * 64 + place * 8 + d, np.uint8(lower | upper << 4))
+        for d in range(16):
+            channel = 16 * strip + d
+            code = np.rint(lows[channel] * to_centre)
+            simd.put(centre, (page * (head_dim // 8) + channel // 8) * 64 + place * 8 + d % 8, np.int8(code))
+            steps = step_code(mosts[channel] * to_step)
+            at = (page * (head_dim // 16) + strip) * 64 + place * 8 + d % 8
+            simd.put(step, at, np.uint8(steps if d < 8 else simd.get(step, at) | steps << 4))
+            size = (np.float32(steps) + np.float32(0.5)) * of_step * np.float32(15 / 31)
+            lows[channel] = code * of_centre - np.float32(15.5) * size
+            mosts[channel] = np.float32(1.0) / size if size > 0 else np.float32(0.0)
 
 
 @helper
 def step_code(x):
-    """Nearest code of a step x = code + ½, 0 … 15."""
-    return int(min(max(np.rint(x - np.float32(0.5)), np.float32(0.0)), np.float32(15.0)))
+    """Least code of 0 … 15 whose step, code + ½, is no less than x; rounding may make x a hair more than 15.5."""
+    return int(min(max(np.ceil(x - np.float32(0.5)), np.float32(0.0)), np.float32(15.0)))

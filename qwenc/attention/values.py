@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from qwenc.attention.ahead import key_arrays
-from qwenc.attention.cache import Q4K, Q4V, TILE, FloatKV
+from qwenc.attention.cache import Q4V, Q5K, TILE, FloatKV
 from qwenc.attention.overloads import is_record
 from qwenc.attention.rows import P_TOP, S_ROW, SEGMENT_KEYS, WORDS, rows_at_once, split_weights
 from qwenc.kernels import simd
@@ -16,7 +16,7 @@ from qwenc.kernels.jit import by_type, inlined
 STRIPS_1, STRIPS_2, STRIPS_4, STRIPS_8 = (strips_at_once(rows) for rows in (1, 2, 4, 8))
 v8_1, v8_2, v8_4, v8_8 = (make_values("int8", rows, strips_at_once(rows), (256,) if rows < 8 else ()) for rows in (1, 2, 4, 8))
 v8_one_1, v8_one_2, v8_one_4 = (make_values("int8", rows, 1, (256,)) for rows in (1, 2, 4))
-v4_1, v4_2, v4_4, v4_8 = (make_values("q4", rows, 2, (64, 64) if rows < 8 else ()) for rows in (1, 2, 4, 8))
+v4_1, v4_2, v4_4, v4_8 = (make_values("q4", rows, 2, (64, 64, 32) if rows < 8 else ()) for rows in (1, 2, 4, 8))
 v4_k8_1, v4_k8_2, v4_k8_4 = (make_values("q4", rows, 2, (256,)) for rows in (1, 2, 4))
 
 
@@ -64,30 +64,30 @@ def weigh_int8(k, v, r, rows, start, tiles):
             o_at, ps, decay = first * o_step + 16 * strip, r.ps, r.decay
             many = strips - strip
             if width == 8:
-                v8_8(v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, None, first, k.codes, None, strips, r.o, o_at, o_step)
+                v8_8(v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, None, first, k.codes, None, None, strips, r.o, o_at, o_step)
                 strip += STRIPS_8
             elif width == 4 and many >= STRIPS_4:
-                v8_4(v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, None, first, k.codes, None, strips, r.o, o_at, o_step)
+                v8_4(v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, None, first, k.codes, None, None, strips, r.o, o_at, o_step)
                 strip += STRIPS_4
             elif width == 4:
                 v8_one_4(
-                    v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, None, first, k.codes, None, strips, r.o, o_at, o_step
+                    v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, None, first, k.codes, None, None, strips, r.o, o_at, o_step
                 )
                 strip += 1
             elif width == 2 and many >= STRIPS_2:
-                v8_2(v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, None, first, k.codes, None, strips, r.o, o_at, o_step)
+                v8_2(v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, None, first, k.codes, None, None, strips, r.o, o_at, o_step)
                 strip += STRIPS_2
             elif width == 2:
                 v8_one_2(
-                    v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, None, first, k.codes, None, strips, r.o, o_at, o_step
+                    v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, None, first, k.codes, None, None, strips, r.o, o_at, o_step
                 )
                 strip += 1
             elif many >= STRIPS_1:
-                v8_1(v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, None, first, k.codes, None, strips, r.o, o_at, o_step)
+                v8_1(v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, None, first, k.codes, None, None, strips, r.o, o_at, o_step)
                 strip += STRIPS_1
             else:
                 v8_one_1(
-                    v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, None, first, k.codes, None, strips, r.o, o_at, o_step
+                    v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, None, first, k.codes, None, None, strips, r.o, o_at, o_step
                 )
                 strip += 1
         first += width
@@ -114,8 +114,8 @@ def weigh_q4(k, v, r, rows, start, tiles):
 
 @by_type(weigh_q4, inline=True)
 def _weigh_q4(k, v, r, rows, start, tiles):
-    four = is_record(k, Q4K)
-    v_1, v_2, v_4 = (v4_1, v4_2, v4_4) if four else (v4_k8_1, v4_k8_2, v4_k8_4)
+    five = is_record(k, Q5K)
+    v_1, v_2, v_4 = (v4_1, v4_2, v4_4) if five else (v4_k8_1, v4_k8_2, v4_k8_4)
 
     def run(k, v, r, rows, start, tiles):
         head_dim = r.q.shape[1]
@@ -123,7 +123,7 @@ def _weigh_q4(k, v, r, rows, start, tiles):
         strips = head_dim // 16
         groups = o_step // 32
         size = 256 * groups
-        keys, keys_2 = key_arrays(k)
+        keys, keys_2, keys_3 = key_arrays(k)
         first = 0
         while first < rows:
             width = rows_at_once(rows, first)
@@ -138,14 +138,14 @@ def _weigh_q4(k, v, r, rows, start, tiles):
                 ps, pl, decay = r.ps[group], r.pl[group], r.decay
                 if width == 8:
                     v4_8(
-                        v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, pl, first, keys, keys_2, strips, r.o, o_at, o_step
+                        v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, pl, first, keys, keys_2, keys_3, strips, r.o, o_at, o_step
                     )
                 elif width == 4:
-                    v_4(v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, pl, first, keys, keys_2, strips, r.o, o_at, o_step)
+                    v_4(v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, pl, first, keys, keys_2, keys_3, strips, r.o, o_at, o_step)
                 elif width == 2:
-                    v_2(v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, pl, first, keys, keys_2, strips, r.o, o_at, o_step)
+                    v_2(v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, pl, first, keys, keys_2, keys_3, strips, r.o, o_at, o_step)
                 else:
-                    v_1(v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, pl, first, keys, keys_2, strips, r.o, o_at, o_step)
+                    v_1(v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, pl, first, keys, keys_2, keys_3, strips, r.o, o_at, o_step)
             first += width
 
     return run
@@ -154,16 +154,18 @@ def _weigh_q4(k, v, r, rows, start, tiles):
 @inlined
 def weigh_two(v, r, row_a, row_b, group, groups, start, tiles):
     """r.weights = p·step of a group of dimensions, for two rows; r.ps as in weigh_row; r.pl = Σ p·low. A NaN among the values is one in
-    their `low`, and so in r.pl."""
+    their step, and so in r.pl."""
     none = simd.splat(np.float32(0.0))
     top_a = top_b = total_a = total_b = none
     limit = min(r.limit[row_a], r.limit[row_b])
+    eighth, middle = simd.splat(np.float32(0.125)), simd.splat(np.float32(-7.5))
     for i in range(tiles):
         at = (r.at[start + i] // 16 * groups + group) * 16
-        low, step = simd.load_half(v.low, at), simd.load_half(v.step, at)
+        low = simd.fma(simd.load_bytes(v.centre, at), eighth, middle)  # in steps
+        step = simd.load_byte_floats(v.step, at)
         a, b = simd.load(r.s, row_a * S_ROW + 16 * i), simd.load(r.s, row_b * S_ROW + 16 * i)
-        sum_a, sum_b = simd.fma(a, low, total_a), simd.fma(b, low, total_b)
         of_a, of_b = simd.mul(a, step), simd.mul(b, step)
+        sum_a, sum_b = simd.fma(of_a, low, total_a), simd.fma(of_b, low, total_b)
         if r.pos[start + i] + TILE > limit:
             sum_a, sum_b = simd.where_zero(a, total_a, sum_a), simd.where_zero(b, total_b, sum_b)
             of_a, of_b = simd.where_zero(a, none, of_a), simd.where_zero(b, none, of_b)

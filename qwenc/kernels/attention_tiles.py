@@ -46,27 +46,27 @@ def _plane_cells(e: Emitter, codes: list[Value], strip: Value) -> Cells:
         yield cell, e.two_bits(plane, cell, LIFTS["plane"][cell])
 
 
-def _two_plane_cells(e: Emitter, codes: list[Value], strip: Value) -> Cells:
-    """Codes of 4 bits from their upper and their lower plane."""
-    upper, lower = (e.load(e.at(plane, e.b.mul(strip, I64(LINE))), e.i8) for plane in codes)
-    both = lambda high, low, mask: e.each(  # noqa: E731
-        e.b.or_, e.each(e.b.and_, high, e.constant(e.i8, mask << 2)), e.each(e.b.and_, low, e.constant(e.i8, mask))
-    )
-    if any(LIFTS["q4"]):
-        for cell, lift in enumerate(LIFTS["q4"]):
-            yield cell, both(e.moved(upper, lift + 2 - 2 * cell), e.moved(lower, lift - 2 * cell), 3 << lift)
-        return
-    for cell in range(2):  # two cells at once, a nibble each
-        nibbles = both(e.moved(upper, 2 - 2 * cell), e.moved(lower, -2 * cell), 0x33)
-        yield cell, e.low_nibbles(nibbles)
-        yield cell + 2, e.high_nibbles(nibbles)
+def _three_plane_cells(e: Emitter, codes: list[Value], strip: Value) -> Cells:
+    """Codes of 5 bits from their three planes. Those of a cell are put together where LAST_AT has their last bits, and moved once."""
+    upper, lower = (e.load(e.at(plane, e.b.mul(strip, I64(LINE))), e.i8) for plane in codes[:2])
+    two_strips = e.load(e.at(codes[2], e.b.mul(e.b.lshr(strip, I64(1)), I64(LINE))), e.i8)
+    last = e.moved_down(two_strips, e.b.mul(e.b.and_(strip, I64(1)), I64(4)))
+    for cell, (lower_at, place) in enumerate(zip(LOWER_AT, LAST_AT, strict=True)):
+        parts = ((e.moved(upper, place + 3 - 2 * cell), 3 << 3), (e.moved(lower, place + 1 - lower_at), 3 << 1), (last, 1))
+        whole = [e.each(e.b.and_, part, e.constant(e.i8, mask << place)) for part, mask in parts]
+        code = e.each(e.b.or_, e.each(e.b.or_, whole[0], whole[1]), whole[2])
+        yield cell, e.moved(code, LIFTS["q5"][cell] - place)
 
+
+# Where the planes of 5-bit codes have the bits of each cell (see attention/cache.py): so that most need not be moved to meet each other.
+LOWER_AT = (6, 0, 2, 4)
+LAST_AT = (2, 0, 1, 3)
 
 # kind of key -> bytes of a strip of a tile in each array, pieces of a query, the cells of a strip
-KEYS = {"int8": ((256,), 2, _int8_cells), "q4": ((64, 64), 1, _two_plane_cells), "plane": ((64,), 1, _plane_cells)}
+KEYS = {"int8": ((256,), 2, _int8_cells), "q5": ((64, 64, 32), 1, _three_plane_cells), "plane": ((64,), 1, _plane_cells)}
 # Bits by which the codes of each cell stay above their value: moving a sum back once is cheaper than moving every code. Where unsigned
 # bytes can be factors and there are registers enough for a sum of each.
-LIFTS = {"int8": (0, 0, 0, 0), "q4": (0, 0, 2, 4), "plane": (0, 2, 4, 6)} if LEVEL.vector_bytes == 64 else dict.fromkeys(KEYS, (0, 0, 0, 0))
+LIFTS = {"int8": (0, 0, 0, 0), "q5": LAST_AT, "plane": (0, 2, 4, 6)} if LEVEL.vector_bytes == 64 else dict.fromkeys(KEYS, (0, 0, 0, 0))
 
 
 def _chains(kind: str, sums: int) -> int:
@@ -77,12 +77,12 @@ def _chains(kind: str, sums: int) -> int:
 
 
 def make_scores(kind: str, rows: int, ahead_lines: int = 0, tiles: int = 1) -> Any:
-    """tile(codes, lower, scales, at, at_i, strips, q, q_at, qs, qo, row_at, ahead, s, s_at, s_step): scores of `rows` queries against the
+    """tile(codes, lower, last, scales, at, at_i, strips, q, q_at, qs, qo, row_at, ahead, s, s_at, s_step): scores of `rows` queries against the
     16 keys of the tile at[at_i], or of `tiles` tiles that lie side by side from there on.
 
     strips = head_dim/16. q int8 [strip][rows][pieces][16], or for int8 keys words [strip][rows][16], or for a plane [strip][rows][8][16],
     from the unit's sixteen on; qs float32 scale per row. int8: scales float32 per key, qo int32 [row][2] is
-    −bias·Σ of each piece. q4, plane: qo float32 [row], added to the result; scales is not looked at. lower: the lower plane of q4.
+    −bias·Σ of each piece. q5, plane: qo float32 [row], added to the result; scales is not looked at. lower, last: the other planes of q5.
     ahead: the array that is read next of the same tile (values), of which a strip takes ahead_lines cache lines.
     Writes s[s_at + r·s_step + key] (float32).
     """
@@ -98,23 +98,25 @@ def make_scores(kind: str, rows: int, ahead_lines: int = 0, tiles: int = 1) -> A
     chain_of = [cell % chains if lifts == [0] else lifts.index(lift) for cell, lift in enumerate(LIFTS[kind])]
 
     @intrinsic
-    def tile(typingctx, codes, lower, scales, at, at_i, strips, q, q_at, qs, qo, row_at, ahead, s, s_at, s_step):
+    def tile(typingctx, codes, lower, last, scales, at, at_i, strips, q, q_at, qs, qo, row_at, ahead, s, s_at, s_step):
         def codegen(context, builder, sig, values):
-            codes_v, lower_v, scales_v, at_v, at_i_v, strips_v, q_v, q_at_v, qs_v, qo_v, row_v, ahead_v, s_v, s_at_v, step_v = values
+            codes_v, lower_v, last_v, scales_v, at_v, at_i_v, strips_v, q_v, q_at_v, qs_v, qo_v, row_v, ahead_v, s_v, s_at_v, step_v = values
             e = Emitter(builder)
-            key = _list_item(context, builder, sig.args[3], at_v, at_i_v)
+            key = _list_item(context, builder, sig.args[4], at_v, at_i_v)
 
             def tile_of(array_type: Any, array: Value, bytes_: int) -> Value:
-                return pointer_to(context, builder, array_type, array, builder.mul(builder.mul(key, strips_v), I64(bytes_ // 16)))
+                lines = strips_v if bytes_ >= LINE else builder.lshr(builder.add(strips_v, I64(1)), I64(1))
+                size = max(bytes_, LINE)
+                return pointer_to(context, builder, array_type, array, builder.mul(builder.mul(key, lines), I64(size // 16)))
 
-            planes = [[tile_of(*array) for array in zip(sig.args[:2], (codes_v, lower_v), strip_bytes, strict=False)]]
+            planes = [[tile_of(*array) for array in zip(sig.args[:3], (codes_v, lower_v, last_v), strip_bytes, strict=False)]]
             for _ in range(1, tiles):
                 steps = [builder.mul(strips_v, I64(bytes_)) for bytes_ in strip_bytes]
                 planes.append([e.at(pointer, step) for pointer, step in zip(planes[-1], steps, strict=True)])
-            ahead_p = tile_of(sig.args[11], ahead_v, LINE * ahead_lines) if ahead_lines else None
-            q_p = pointer_to(context, builder, sig.args[6], q_v, q_at_v)
+            ahead_p = tile_of(sig.args[12], ahead_v, LINE * ahead_lines) if ahead_lines else None
+            q_p = pointer_to(context, builder, sig.args[7], q_v, q_at_v)
             zero = e.constant(e.i32, 0)
-            qo_p = pointer_to(context, builder, sig.args[9], qo_v, builder.mul(row_v, I64(2)) if kind == "int8" else row_v)
+            qo_p = pointer_to(context, builder, sig.args[10], qo_v, builder.mul(row_v, I64(2)) if kind == "int8" else row_v)
             start = lambda i: e.load_splat(qo_p, 4 * (i % count), e.i32) if kind == "int8" and i < tiles * count else zero  # noqa: E731
             sums = Accumulators(e, e.i32, chains * tiles * count, start=None if words else start, halves=2 if words else 1)
             dot = e.dot_words if words else e.dot_signed if kind == "int8" else e.dot_nibbles
@@ -142,8 +144,8 @@ def make_scores(kind: str, rows: int, ahead_lines: int = 0, tiles: int = 1) -> A
                 lift = 0 if lifts == [0] else lifts[i // (tiles * count)]
                 part = e.each(builder.ashr, total(i), e.constant(e.i32, lift)) if lift else total(i)
                 whole[i % (tiles * count)] = e.each(builder.add, whole[i % (tiles * count)], part)
-            qs_p = pointer_to(context, builder, sig.args[8], qs_v, row_v)
-            key_scale = pointer_to(context, builder, sig.args[2], scales_v, key) if kind == "int8" else None
+            qs_p = pointer_to(context, builder, sig.args[9], qs_v, row_v)
+            key_scale = pointer_to(context, builder, sig.args[3], scales_v, key) if kind == "int8" else None
             for j, r in ((j, r) for j in range(tiles) for r in range(rows)):
                 of_row = whole[j * count + pieces * r :][:pieces]
                 product = e.to_float(two_pieces(e, *of_row) if pieces == 2 else of_row[0])
@@ -153,11 +155,11 @@ def make_scores(kind: str, rows: int, ahead_lines: int = 0, tiles: int = 1) -> A
                 else:
                     score = e.each(builder.fmul, product, e.each(builder.fmul, e.load(key_scale, e.f32, 4 * LANES * j), row_scale))
                 target = builder.add(builder.add(s_at_v, I64(LANES * j)), builder.mul(step_v, I64(r)))
-                e.store(score, pointer_to(context, builder, sig.args[12], s_v, target))
+                e.store(score, pointer_to(context, builder, sig.args[13], s_v, target))
             return context.get_dummy_value()
 
         n = types.intp
-        return types.void(codes, lower, scales, at, n, n, q, n, qs, qo, n, ahead, s, n, n), codegen
+        return types.void(codes, lower, last, scales, at, n, n, q, n, qs, qo, n, ahead, s, n, n), codegen
 
     return tile
 
@@ -184,12 +186,12 @@ def strips_at_once(rows: int) -> int:
 
 
 def make_values(kind: str, rows: int, strips: int, ahead_strip: tuple[int, ...] = ()) -> Any:
-    """tile(v, at, at_i, tiles, tile_bytes, strip, p, p_at, ps, decay, add, row_at, ahead, ahead_2, all_strips, o, o_at, o_step):
+    """tile(v, at, at_i, tiles, tile_bytes, strip, p, p_at, ps, decay, add, row_at, ahead, ahead_2, ahead_3, all_strips, o, o_at, o_step):
     o = decay·o + ps·Σ p·v over the keys of `tiles` tiles, for `strips` strips from `strip` on.
 
     tile_bytes: of v in one tile. p uint8 [tile][rows][2 pieces][16 keys], or for int8 values words [tile][rows][16 keys];
     ps, decay float32 per row; add: float32 per row, added to every
-    dimension (q4), or None. ahead, ahead_2: the arrays that are read next (keys), of the tiles at[at_i + 16 …]; a strip takes ahead_strip
+    dimension (q4), or None. ahead, ahead_2, ahead_3: the arrays that are read next (keys), of the tiles at[at_i + 16 …]; a strip takes ahead_strip
     bytes of each.
     o float32: o[o_at + r·o_step + 16·strip' + dim].
     """
@@ -200,11 +202,11 @@ def make_values(kind: str, rows: int, strips: int, ahead_strip: tuple[int, ...] 
 
     @intrinsic
     def tile(
-        typingctx, v, at, at_i, tiles, tile_bytes, strip, p, p_at, ps, decay, add, row_at, ahead, ahead_2, all_strips, o, o_at, o_step
+        typingctx, v, at, at_i, tiles, tile_bytes, strip, p, p_at, ps, decay, add, row_at, ahead, ahead_2, ahead_3, all_strips, o, o_at, o_step
     ):
         def codegen(context, builder, sig, values):
             v_v, at_v, at_i_v, tiles_v, bytes_v, strip_v, p_v, p_at_v, ps_v, decay_v, add_v, row_v = values[:12]
-            ahead_v, ahead_2_v, all_strips_v, o_v, o_at_v, step_v = values[12:]
+            *aheads, all_strips_v, o_v, o_at_v, step_v = values[12:]
             p_p = pointer_to(context, builder, sig.args[6], p_v, p_at_v)
             first = builder.mul(strip_v, I64(strip_bytes))  # a strip of q4 is half a group
             for e in Emitter(builder).slices(strips * count):
@@ -220,7 +222,7 @@ def make_values(kind: str, rows: int, strips: int, ahead_strip: tuple[int, ...] 
                         entry = builder.add(builder.add(at_i_v, I64(SEGMENT)), builder.sdiv(turn, turns))
                         coming = builder.sdiv(_list_item(context, builder, sig.args[1], at_v, entry), I64(LANES))
                         strip_of = builder.add(builder.mul(coming, all_strips_v), builder.mul(builder.srem(turn, turns), I64(strips)))
-                    for bytes_, array_type, array in zip(ahead_bytes, sig.args[12:14], (ahead_v, ahead_2_v), strict=False):
+                    for bytes_, array_type, array in zip(ahead_bytes, sig.args[12:15], aheads, strict=False):
                         ahead_p = pointer_to(context, builder, array_type, array, builder.mul(strip_of, I64(bytes_)))
                         for line in range(strips * bytes_ // LINE):
                             e.prefetch(e.at(ahead_p, LINE * line))
@@ -256,7 +258,7 @@ def make_values(kind: str, rows: int, strips: int, ahead_strip: tuple[int, ...] 
                             whole = two_pieces(e, *(sums.get((j * rows + r) * 2 + piece) for piece in range(2)))
                         product = e.to_float(whole)
                         target = builder.add(builder.add(o_at_v, I64(16 * j)), builder.mul(step_v, I64(r)))
-                        o_p = pointer_to(context, builder, sig.args[15], o_v, target)
+                        o_p = pointer_to(context, builder, sig.args[16], o_v, target)
                         old = e.each(builder.fmul, e.load(o_p, e.f32), fade)
                         if sig.args[10] is not types.none:
                             add_p = pointer_to(context, builder, sig.args[10], add_v, row_v)
@@ -265,7 +267,7 @@ def make_values(kind: str, rows: int, strips: int, ahead_strip: tuple[int, ...] 
             return context.get_dummy_value()
 
         n = types.intp
-        return types.void(v, at, n, n, n, n, p, n, ps, decay, add, n, ahead, ahead_2, n, o, n, n), codegen
+        return types.void(v, at, n, n, n, n, p, n, ps, decay, add, n, ahead, ahead_2, ahead_3, n, o, n, n), codegen
 
     return tile
 

@@ -71,7 +71,7 @@ class Emitter(WideEmitter):
         return self.constant(self.i16, 0) if self.level.shorts else offset
 
     def dot_nibbles(self, acc: Wide, codes: Wide, x: Wide) -> Wide:
-        """acc + products of codes (0..15) and signed x; at most 8 calls before `nibble_sum`."""
+        """acc + products of codes (0..15) and signed x; at most 8 calls before `nibble_sum`, 4 with codes up to 31."""
         if self.level.shorts:
             return self.each(self.b.add, acc, self.each(self._maddubs, codes, x))
         return self.dot_small(acc, codes, x)

@@ -13,17 +13,24 @@ from numba import types
 from numba.extending import intrinsic
 
 from qwenc.kernels.simd_memory import (
+    BYTE_NAN,
+    BYTE_ONE,
+    BYTE_SHIFT,
     ask_ahead,
     fetch,
     get,
     load,
+    load_bytes,
+    load_eights,
     load_half,
+    load_nibbles,
+    load_byte_floats,
     put,
+    byte_floats,
     store,
     store_bytes,
     store_cells,
     store_eights,
-    store_half,
     store_pieces,
     store_shorts,
     store_two_pieces,
@@ -36,13 +43,16 @@ __all__ = [  # of simd_memory, to be had here too
     "fetch",
     "get",
     "load",
+    "load_bytes",
+    "load_eights",
     "load_half",
+    "load_nibbles",
+    "load_byte_floats",
     "put",
     "store",
     "store_bytes",
     "store_cells",
     "store_eights",
-    "store_half",
     "store_pieces",
     "store_shorts",
     "store_two_pieces",
@@ -70,6 +80,21 @@ def splat(b, scalar):
 def float_of_bits(b, bits):
     """The float that the lower 32 bits are."""
     return b.bitcast(b.trunc(bits, I32), F32)
+
+
+@operation(types.float32, types.int64)
+def byte_float(b, code):
+    """What a code of 8 bits means: 5 bits of exponent and 3 of mantissa, (1 + mantissa/8)·2^(exponent − 20); 255 is NaN."""
+    return byte_floats(b, b.trunc(code, I32))
+
+
+@operation(types.int64, types.float32)
+def byte_code(b, x):
+    """The code of the float of a byte nearest to x ≥ 0; of NaN beyond its range, and of a NaN."""
+    bits = b.and_(b.bitcast(x, I32), I32(0x7FFFFFFF))
+    code = b.sub(b.lshr(b.add(bits, I32(1 << (BYTE_SHIFT - 1))), I32(BYTE_SHIFT)), I32(BYTE_ONE))
+    code = b.select(b.icmp_signed(">", code, I32(0)), code, I32(0))
+    return b.zext(b.select(b.icmp_signed("<", code, I32(BYTE_NAN)), code, I32(BYTE_NAN)), I64)
 
 
 @operation(f32x16, f32x16, f32x16)

@@ -12,7 +12,11 @@ from numba.extending import intrinsic
 from qwenc.kernels.emit import Emitter
 from qwenc.kernels.level import LEVEL
 from qwenc.kernels.vector import constant, f32x16, pointer_to, rounded
-from qwenc.kernels.wide import F32X16, I8, I16X16, I32, I32X16, I64, LANES, Value
+from qwenc.kernels.wide import F32, F32X16, I8, I16X16, I32, I32X16, I64, LANES, Value
+
+BYTE_SHIFT = 20  # bits of a float's mantissa that a float of a byte has not
+BYTE_ONE = (127 - 20) << 3  # what its exponent lacks
+BYTE_NAN = 255
 
 
 @intrinsic
@@ -96,6 +100,72 @@ def load_half(typingctx, array, index):
         return e.join(e.load_half(pointer_to(context, builder, sig.args[0], *values)))
 
     return f32x16(array, types.intp), codegen
+
+
+def _load_bytes(b: ir.IRBuilder, pointer: Value, count: int) -> Value:
+    return b.load(b.bitcast(pointer, ir.VectorType(I8, count).as_pointer()), align=1)
+
+
+def _side_by_side(b: ir.IRBuilder, first: Value, second: Value) -> Value:
+    """Twice 8 lanes as 16."""
+    return b.shuffle_vector(first, second, ir.Constant(I32X16, list(range(LANES))))
+
+
+@intrinsic
+def load_bytes(typingctx, array, index):
+    """16 signed bytes from element `index` of an array, as floats."""
+
+    def codegen(context, builder, sig, values):
+        codes = _load_bytes(builder, pointer_to(context, builder, sig.args[0], *values), LANES)
+        return builder.sitofp(builder.sext(codes, I32X16), F32X16)
+
+    return f32x16(array, types.intp), codegen
+
+
+@intrinsic
+def load_eights(typingctx, array, index, step):
+    """Two runs of 8 signed bytes, `step` bytes apart, as floats."""
+
+    def codegen(context, builder, sig, values):
+        array_v, index_v, step_v = values
+        pointer = pointer_to(context, builder, sig.args[0], array_v, index_v)
+        first, second = (_load_bytes(builder, p, 8) for p in (pointer, Emitter(builder).at(pointer, step_v)))
+        return builder.sitofp(builder.sext(_side_by_side(builder, first, second), I32X16), F32X16)
+
+    return f32x16(array, types.intp, types.intp), codegen
+
+
+@intrinsic
+def load_nibbles(typingctx, array, index):
+    """The lower halves of 8 bytes from element `index` of an array, then the upper ones, as floats."""
+
+    def codegen(context, builder, sig, values):
+        codes = _load_bytes(builder, pointer_to(context, builder, sig.args[0], *values), 8)
+        lower, upper = (ir.Constant(codes.type, [value] * 8) for value in (15, 4))
+        both = _side_by_side(builder, builder.and_(codes, lower), builder.lshr(codes, upper))
+        return builder.sitofp(builder.zext(both, I32X16), F32X16)
+
+    return f32x16(array, types.intp), codegen
+
+
+@intrinsic
+def load_byte_floats(typingctx, array, index):
+    """16 floats of a byte (simd.byte_float) from element `index` of a uint8 array."""
+
+    def codegen(context, builder, sig, values):
+        codes = _load_bytes(builder, pointer_to(context, builder, sig.args[0], *values), LANES)
+        return byte_floats(builder, builder.zext(codes, I32X16))
+
+    return f32x16(array, types.intp), codegen
+
+
+def byte_floats(b: ir.IRBuilder, codes: Value) -> Value:
+    """Codes (one or many, i32) of 5 bits of exponent and 3 of mantissa, (1 + mantissa/8)·2^(exponent − 20), as floats; 255 is NaN."""
+    many = isinstance(codes.type, ir.VectorType)
+    c = (lambda value: constant(value, I32X16)) if many else I32
+    bits = b.shl(b.add(codes, c(BYTE_ONE)), c(BYTE_SHIFT))
+    bits = b.select(b.icmp_unsigned("==", codes, c(BYTE_NAN)), c(0x7FC00000), bits)
+    return b.bitcast(bits, F32X16 if many else F32)
 
 
 def _int_sum(b: ir.IRBuilder, x: Value) -> Value:
@@ -229,33 +299,3 @@ def store_shorts(typingctx, array, index, vector):
         return context.get_dummy_value()
 
     return types.void(array, types.intp, f32x16), codegen
-
-
-@intrinsic
-def store_half(typingctx, array, index, vector):
-    """Write 16 floats in half precision at `index` of a uint16 array, rounded to nearest even; beyond its range becomes infinite."""
-
-    def codegen(context, builder, sig, values):
-        half_type = I16X16
-        pointer = builder.bitcast(pointer_to(context, builder, sig.args[0], values[0], values[1]), half_type.as_pointer())
-        builder.store(_to_half(builder, values[2]), pointer, align=1)
-        return context.get_dummy_value()
-
-    return types.void(array, types.intp, f32x16), codegen
-
-
-def _to_half(b: ir.IRBuilder, x: Value) -> Value:
-    """Bits of half precision, i16 lanes. In integers, so that no level depends on an instruction for it."""
-    c = lambda value: constant(value, I32X16)  # noqa: E731
-    bits = b.bitcast(x, I32X16)
-    sign = b.and_(b.lshr(bits, c(16)), c(0x8000))
-    magnitude = b.and_(bits, c(0x7FFFFFFF))
-    odd = b.and_(b.lshr(magnitude, c(13)), c(1))
-    normal = b.lshr(b.sub(b.add(magnitude, b.add(c(0xFFF), odd)), c(112 << 23)), c(13))
-    # below 2^-14: adding 1/2 leaves the nearest multiple of 2^-24 in the low bits
-    shifted = b.fadd(b.bitcast(magnitude, F32X16), constant(0.5))
-    small = b.sub(b.bitcast(shifted, I32X16), c(0x3F000000))
-    value = b.select(b.icmp_unsigned("<", magnitude, c(113 << 23)), small, normal)
-    value = b.select(b.icmp_unsigned(">=", magnitude, c(0x477FF000)), c(0x7C00), value)
-    value = b.select(b.icmp_unsigned(">", magnitude, c(0x7F800000)), c(0x7E00), value)
-    return b.trunc(b.or_(value, sign), I16X16)

@@ -218,6 +218,11 @@ class WideEmitter:
         words = [shift(self.b.bitcast(part, self.i32), self._splat_constant(self.i32, abs(left))) for part in codes]
         return [self.b.bitcast(part, self.i8) for part in words]
 
+    def moved_down(self, codes: Wide, bits: Value) -> Wide:
+        """The bits of 32-bit words `bits` (i64) bits down: bytes, whose upper bits then are their neighbours'."""
+        words = self.splat(self.b.trunc(bits, I32), self.i32)
+        return [self.b.bitcast(self.b.lshr(self.b.bitcast(part, self.i32), word), self.i8) for part, word in zip(codes, words, strict=True)]
+
     def high_nibbles(self, codes: Wide) -> Wide:
         return [self.b.lshr(part, self._splat_constant(self.i8, 4)) for part in codes]
 
