@@ -85,8 +85,8 @@ KERNELS: dict[str, Tile | Passes] = {
     "softmax": Passes(1 / 16, ((FMA, 9, DOT), LARGEST)),
     "weights_q8": Passes(1 / 16, (WEIGHED, PIECES)),
     "values_q8": Tile(2 * HEAD_DIM, 256 * ROWS * 2 * 16),
-    "scores_q4": Tile(HEAD_DIM, 16 * ROWS * HEAD_DIM),  # one piece of a query
-    "fold_q4": Passes(HEAD_DIM / 16 / UNIT, (WEIGHED, (NEAREST, 1, DOT))),
+    "scores_q5": Tile(HEAD_DIM, 16 * ROWS * HEAD_DIM),  # one piece of a query
+    "fold_q5": Passes(HEAD_DIM / 16 / UNIT, (WEIGHED, (NEAREST, 1, DOT))),
     # blocks are ranked by a look at every unit of 32 keys, three products a dimension, and a scan of some at 2 bits
     "look_plane": Tile(3 * HEAD_DIM / UNIT, 8 * ROWS * 3 * HEAD_DIM),
     "fold_plane": Passes(HEAD_DIM / 16 / UNIT, ((r"mul|vpmullw", 0.5, DOT),)),
@@ -145,7 +145,7 @@ STAGES = {
     "a multiply-add of decode": ("gemv_q4",),
     "a multiply-add of prefill": ("gemm_q8fast",),
     "a row and key, int8": ("scores_q8", "softmax", "weights_q8", "values_q8"),
-    "a row and key, 4 bits": ("scores_q4", "fold_q4", "softmax", "weights_q4", "values_q4"),
+    "a row and key, 4 bits": ("scores_q5", "fold_q5", "softmax", "weights_q4", "values_q4"),
     "a row and key, looked at": ("look_plane",),
     "a row and key, scanned": ("fold_plane", "scores_plane"),
 }

@@ -28,7 +28,7 @@ ARM_PYTHON_TUPLE="3, 11"
 ARM_PACKAGES="python3.11-minimal libpython3.11-minimal libpython3.11-stdlib libc6 libgcc-s1 libstdc++6 libgomp1 zlib1g libexpat1
   libffi8 libssl3 libbz2-1.0 liblzma5 libsqlite3-0 libuuid1"
 HOST_PACKAGES="qemu-user-static binutils-aarch64-linux-gnu binutils-common libbinutils libjansson4 libzstd1 zlib1g"
-KERNELS=(gemv_q4 gemm_q4 gemm_q8fast gemm_q8 scores_q8 values_q8 scores_q4 values_q4 scores_plane look_plane)
+KERNELS=(gemv_q4 gemm_q4 gemm_q8fast gemm_q8 scores_q8 values_q8 scores_q5 values_q4 scores_plane look_plane)
 TESTS="tests/test_simd.py tests/test_linear.py tests/test_attention.py"
 
 say() { printf '%s\n' "$*" >&2; }

@@ -98,29 +98,29 @@ def attention_kernels() -> dict[str, Kernel]:
     from qwenc.kernels.jit import helper
 
     strips, tiles, many, step = HEAD_DIM // 16, PAGE_KEYS // 16, GROUP_ROWS, rows.S_ROW
-    int8_tile, q4_tile, plane_tile, look_tile, fold_steps = scores.i8_2, scores.q4_2, scan.scan_2, look.look_2, scan.fold_steps
+    int8_tile, q5_tile, plane_tile, look_tile, fold_steps = scores.i8_2, scores.q5_2, scan.scan_2, look.look_2, scan.fold_steps
     int8_values, q4_values, strips_once = values.v8_2, values.v4_2, values.STRIPS_2
 
     @helper
     def scores_q8(k, v, plane, r, c, tiles, groups, times):
         for _ in range(times):
             for i in range(tiles):
-                int8_tile(k.codes, None, k.scale, r.at, i, strips, r.qp, 0, r.qs, r.qo, 0, v.codes, r.s, 16 * i, step)
+                int8_tile((k.codes,), k.scale, r.at, i, strips, r.qp, 0, r.qs, r.qo, 0, v.codes, r.s, 16 * i, step)
 
     @helper
-    def scores_q4(k, v, plane, r, c, tiles, groups, times):
+    def scores_q5(k, v, plane, r, c, tiles, groups, times):
         for _ in range(times):
             for i in range(tiles):
-                q4_tile(k.upper, k.lower, None, r.at, i, strips, r.fp, 0, r.fs, r.fb, 0, v.codes, r.s, 16 * i, step)
+                q5_tile((k.upper, k.lower, k.last), None, r.at, i, strips, r.fp, 0, r.fs, r.fb, 0, v.codes, r.s, 16 * i, step)
 
     @helper
     def scores_plane(k, v, plane, r, c, tiles, groups, times):
         for _ in range(times):
             for i in range(tiles):
-                plane_tile(plane.codes, None, None, r.at, i, strips, c.folded, 0, r.fs, r.fb, 0, None, r.s, 16 * i, step)
+                plane_tile((plane.codes,), None, r.at, i, strips, c.folded, 0, r.fs, r.fb, 0, None, r.s, 16 * i, step)
 
     @helper
-    def fold_q4(k, v, plane, r, c, tiles, groups, times):
+    def fold_q5(k, v, plane, r, c, tiles, groups, times):
         for _ in range(times):
             for unit in range(tiles // 2):
                 scores.fold_queries(k, unit, r, many)
@@ -168,7 +168,7 @@ def attention_kernels() -> dict[str, Kernel]:
         for _ in range(times):
             for strip in range(0, strips, strips_once):
                 int8_values(
-                    *(v.codes, r.at, 0, tiles, 16 * HEAD_DIM, strip, r.pp, 0, r.ps, r.decay, None, 0, k.codes, None, strips),
+                    *(v.codes, r.at, 0, tiles, 16 * HEAD_DIM, strip, r.pp, 0, r.ps, r.decay, None, 0, (k.codes,), strips),
                     *(r.o, 16 * strip, HEAD_DIM),
                 )
 
@@ -190,8 +190,7 @@ def attention_kernels() -> dict[str, Kernel]:
                         r.decay,
                         r.pl[group],
                         0,
-                        k.upper,
-                        k.lower,
+                        (k.upper, k.lower, k.last),
                         strips,
                     ),
                     *(r.o, 32 * group, HEAD_DIM),
@@ -230,7 +229,7 @@ def attention_kernels() -> dict[str, Kernel]:
         for array in cache.cache_arrays(store).values():
             array[:] = 0x1C00 if array.dtype == np.uint16 else 0.01 if array.dtype == np.float32 else RNG.integers(0, 100, array.shape)
     int8 = (scores_q8, softmax, weights_q8, values_q8, look_plane, fold_plane, scores_plane)
-    small = (scores_q4, fold_q4, weights_q4, values_q4)
+    small = (scores_q5, fold_q5, weights_q4, values_q4)
     found = {}
     for function in (*int8, *small):
         found[function.__name__] = Kernel(function, partial(arguments, "q8" if function in int8 else "q4"), GROUP_ROWS * PAGE_KEYS)

@@ -15,7 +15,7 @@ KINDS = ["q8", "k8v4", "q4", "f32"]
 
 
 def stage_of(cache):
-    """Where keys of 4 bits wait for their unit to fill."""
+    """Where keys of 5 bits wait for their unit to fill."""
     if hasattr(cache.k, "tail"):
         return Int8K(cache.k.tail, cache.k.tail_scale)
     return Int8K(np.zeros((1, 1, 1, 16), np.int8), np.zeros((1, 1, 1, 1), np.float32))
@@ -94,7 +94,7 @@ def eight_bits(x):
 
 
 def coarse_ranges(unit):
-    """(centre, step of 31) of every channel of a unit [32, dims]: centres in 8 bits and widths, rounded up, in 4, to the largest of each."""
+    """(centre, step of 31) of every channel of a unit [32, dims]: centres in 8 bits, widths, rounded up, in 4, to the largest."""
     low, high = unit.min(0).astype(np.float64), unit.max(0).astype(np.float64)
     middle, width = (low + high) / 2, (high - low) / 15
     of_centre, of_step = np.abs(middle).max() / 127, width.max() / 15.5

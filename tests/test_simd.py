@@ -31,6 +31,24 @@ def run_half(bits, out):
 
 
 @helper
+def run_byte_floats(codes, out):
+    for i in range(0, codes.size, 16):
+        simd.store(out, i, simd.load_byte_floats(codes, i))
+
+
+@helper
+def code_of(x):
+    return simd.byte_code(x)
+
+
+@helper
+def run_loads(codes, signed, out):
+    simd.store(out, 0, simd.load_bytes(signed, 3))
+    simd.store(out, 16, simd.load_eights(signed, 5, 64))
+    simd.store(out, 32, simd.load_nibbles(codes, 7))
+
+
+@helper
 def run_first(x, count, out):
     simd.store(out, 0, simd.first_lanes(simd.load(x, 0), count, simd.splat(np.float32(-1.0))))
 
@@ -88,6 +106,31 @@ def test_fma_rounds_once():
     out = np.empty(16, np.float32)
     run_fma(x, x, z, out)
     assert (out == 2.0**-24).all()  # two roundings would give 0
+
+
+def test_a_byte_is_a_float_and_back():
+    codes = np.arange(256, dtype=np.uint8)
+    out = np.zeros(256, np.float32)
+    run_byte_floats(codes, out)
+    exact = (1 + (codes & 7) / 8.0) * 2.0 ** ((codes >> 3).astype(float) - 20)
+    assert (out[:255] == exact[:255]).all()
+    assert np.isnan(out[255])
+    assert [code_of(x) for x in out] == list(range(256))
+    assert code_of(np.float32(0.0)) == 0
+    assert code_of(np.float32(np.inf)) == code_of(-np.float32(np.nan)) == code_of(np.float32(4e3)) == 255
+    half = (out[100] + out[101]) / 2
+    assert code_of(half * np.float32(0.999)) == 100
+    assert code_of(half * np.float32(1.001)) == 101
+
+
+def test_bytes_and_halves_of_bytes_as_floats():
+    codes = np.random.default_rng(0).integers(0, 256, 200).astype(np.uint8)
+    out = np.zeros((3, 16), np.float32)
+    run_loads(codes, codes.view(np.int8), out)
+    signed = codes.view(np.int8).astype(np.float32)
+    assert (out[0] == signed[3:19]).all()
+    assert (out[1] == np.concatenate([signed[5:13], signed[69:77]])).all()
+    assert (out[2] == np.concatenate([codes[7:15] & 15, codes[7:15] >> 4])).all()
 
 
 def test_half_widens_every_bit_pattern_exactly():

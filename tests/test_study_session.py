@@ -29,7 +29,7 @@ def decode(session, ids):
 
 @pytest.mark.parametrize(("kv", "length"), [("f32", 256), ("f32", 250), ("f32", 3), ("q4", 250), ("q4", 256), ("q4", 20)])
 def test_rewinding_gives_the_same_logits_again(engine, kv, length):
-    """Also where 4-bit keys get their codes between the mark and the rewinding: when their 32 tokens are complete."""
+    """Also where 5-bit keys get their codes between the mark and the rewinding: when their 32 tokens are complete."""
     settings = replace(engine.settings, kv=kv)
     session = engine.session(length + 12, settings=settings)
     session.prefill(IDS[:length])

@@ -23,17 +23,17 @@ def _ask_for_keys(k, r, tiles):
     five = is_record(k, Q5K)
 
     def run(k, r, tiles):
-        codes, lower, last = key_arrays(k)
+        codes = key_arrays(k)
         head_dim = r.q.shape[1]
         step = TILE * head_dim // (4 if five else 1)
         for i in range(min(tiles, SEGMENT)):
             ask_key_ranges(k, r.at[i], head_dim)
         for i in range(min(tiles, FIRST)):
             for byte in range(0, step, LINE):
-                simd.ask_ahead(codes, r.at[i] // TILE * step + byte)
+                simd.ask_ahead(codes[0], r.at[i] // TILE * step + byte)
                 if five:
-                    simd.ask_ahead(lower, r.at[i] // TILE * step + byte)
-                    simd.ask_ahead(last, (r.at[i] // TILE * step + byte) // 2)
+                    simd.ask_ahead(codes[1], r.at[i] // TILE * step + byte)
+                    simd.ask_ahead(codes[2], (r.at[i] // TILE * step + byte) // 2)
 
     return run
 
@@ -89,4 +89,4 @@ def key_arrays(k):
 def _key_arrays(k):
     if is_record(k, Q5K):
         return lambda k: (k.upper, k.lower, k.last)
-    return lambda k: (k.codes, k.codes, k.codes)
+    return lambda k: (k.codes,)

@@ -13,7 +13,7 @@ from qwenc.kernels.jit import by_type, helper, inlined
 
 def attend_span(cache, stage, stage_slot, r, rows, layers, kv_heads, first_page, layer, head, begin_key, own_key, end_key):
     """Let the rows see the keys from begin_key (a multiple of 256) up to end_key, each row those below its limit. own_key: where the unit
-    begins to which the rows' tokens belong; stage, stage_slot: where its keys lie while they have no codes of 4 bits."""
+    begins to which the rows' tokens belong; stage, stage_slot: where its keys lie while they have no codes of 5 bits."""
     raise NotImplementedError("runs in compiled code only")
 
 

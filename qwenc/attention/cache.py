@@ -43,11 +43,14 @@ class Int8V(NamedTuple):
 
 
 class Q5K(NamedTuple):
-    """Keys of 5 bits per channel and unit, centre + step·15/31·(code − 15.5). centre, step, scale: as in Plane, but that a scale is NaN
-    where a key was not finite. upper (their upper 2 bits), lower (the next 2) uint8 […, 256·head_dim/4] as [tile][head_dim/16][16
-    tokens][4 bytes], byte b holding dimensions b, b + 4, b + 8, b + 12 of a strip: `upper` from its lowest bits on, `lower` in bits 6, 0, 2, 4.
-    last: their last bits, uint8 [tile][head_dim/32][16 tokens][4 bytes], those of a first strip in bits 2, 0, 1, 3, of a second 4 bits up
-    (LOWER_AT and LAST_AT of kernels/attention_tiles.py). tail, tail_scale: the unit that is not full yet, as Int8K holds it, [1, layers, kv_heads, …].
+    """Keys of 5 bits per channel and unit, centre + step·15/31·(code − 15.5).
+
+    upper, lower: the upper two bits of each code and the two after them, uint8 […, 256·head_dim/4] as [tile][head_dim/16][16 tokens][4
+    bytes], byte b holding dimensions b, b + 4, b + 8, b + 12 of a strip of 16: `upper` in bits 0, 2, 4, 6, `lower` in 6, 0, 2, 4.
+    last: the last bits, uint8 [tile][head_dim/32][16 tokens][4 bytes], those of a first strip in bits 2, 0, 1, 3, of a second 4 bits up
+    (LOWER_AT, LAST_AT of kernels/attention_tiles.py).
+    centre, step, scale: as in Plane, but that a scale is NaN where a key was not finite.
+    tail, tail_scale: the unit that is not full yet, as Int8K holds it, [1, layers, kv_heads, …].
     """
 
     upper: np.ndarray
@@ -77,12 +80,13 @@ class FloatKV(NamedTuple):
 
 
 class Plane(NamedTuple):
-    """What sparse attention ranks blocks by. codes: the upper two bits of every key's code, Q5K.upper itself where that exists, and so with
-    centre and step. The range of each channel of a unit by its centre, int8 […, 8·head_dim] as [head_dim/8][8 units][8 dims], and a fifteenth of its width in 4 bits,
-    step uint8 […, 4·head_dim] as [head_dim/16][8 units][8], dims 16j … 16j + 7 in the lower halves of the bytes, the next 8 in the upper;
-    scale
-    float32 […, 16]: of the centres of the 8 units of a page, then of their steps. centre = code·scale, step = (code + ½)·scale, no less
-    than it is; a key is about centre + step·15/31·(8·code − 12)."""
+    """What sparse attention ranks blocks by; codes, centre and step are those of Q5K where that exists.
+
+    codes: the upper two bits of every key's code of 5 bits. The range of each channel of a unit by its centre, int8 […, 8·head_dim] as
+    [head_dim/8][8 units][8 dims], and a fifteenth of its width in 4 bits, step uint8 […, 4·head_dim] as [head_dim/16][8 units][8], dims
+    16j … 16j + 7 in the lower halves of the bytes, the next 8 in the upper; scale float32 […, 16]: of the centres of the 8 units of a page,
+    then of their steps. centre = code·scale, step = (code + ½)·scale, no less than it is; a key is about centre + step·15/31·(8·code − 12).
+    """
 
     codes: np.ndarray
     centre: np.ndarray

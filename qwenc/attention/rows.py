@@ -17,6 +17,7 @@ from qwenc.kernels.jit import allocating, helper, inlined
 from qwenc.kernels.level import LEVEL
 from qwenc.kernels.linear_tiles import PIECES_TOP
 from qwenc.kernels.pointwise import largest_of
+from qwenc.kernels.wide import LANES
 
 SIGNED_BIAS = LEVEL.signed_bias
 WORDS = LEVEL.words
@@ -167,7 +168,7 @@ def split_queries(r, rows):
                 if WORDS:
                     simd.store_shorts(r.qp, at, q)
                 else:
-                    simd.store_pieces(r.qp, at, q, r.qo, 2 * i)
+                    simd.store_pieces(r.qp, at, LANES, q, r.qo, 2 * i)
             r.qo[i, 0] *= -SIGNED_BIAS
             r.qo[i, 1] *= -SIGNED_BIAS
         first += width
@@ -217,4 +218,4 @@ def split_weights(weights, at, r, base, step, unit, tiles, words):
         if words:
             simd.store_shorts(r.pp, base + step * i, weight)
         else:
-            simd.store_pieces(r.pp, base + step * i, weight, None, 0)
+            simd.store_pieces(r.pp, base + step * i, LANES, weight, None, 0)

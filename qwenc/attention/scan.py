@@ -68,7 +68,7 @@ def scan_unit(plane, c, r, rows, slot, place, key):
     """r.s from `key` on: scores of the 32 keys of the unit at `slot`, number `place` of its page, from their 2-bit codes."""
     strips = c.q16.shape[1] // 16
     list_unit(r, slot)
-    codes, q, scale, bias, of_unit = plane.codes, c.folded, c.folded_scale, c.folded_bias, place * rows
+    codes, q, scale, bias, of_unit = (plane.codes,), c.folded, c.folded_scale, c.folded_bias, place * rows
     in_strip = place % 2 * (PLANE_ROW // 2) + place // 2 * 16
     first = 0
     while first < rows:
@@ -76,16 +76,16 @@ def scan_unit(plane, c, r, rows, slot, place, key):
         row, q_at, s_at = of_unit + first, first * strips * PLANE_ROW + in_strip, first * S_ROW + key
         if width == 8:
             for tile in range(0, TILES, SCAN_8):
-                scan_8(codes, None, None, None, r.at, tile, strips, q, q_at, scale, bias, row, None, r.s, s_at + TILE * tile, S_ROW)
+                scan_8(codes, None, r.at, tile, strips, q, q_at, scale, bias, row, None, r.s, s_at + TILE * tile, S_ROW)
         elif width == 4:
             for tile in range(0, TILES, SCAN_4):
-                scan_4(codes, None, None, None, r.at, tile, strips, q, q_at, scale, bias, row, None, r.s, s_at + TILE * tile, S_ROW)
+                scan_4(codes, None, r.at, tile, strips, q, q_at, scale, bias, row, None, r.s, s_at + TILE * tile, S_ROW)
         elif width == 2:
             for tile in range(0, TILES, SCAN_2):
-                scan_2(codes, None, None, None, r.at, tile, strips, q, q_at, scale, bias, row, None, r.s, s_at + TILE * tile, S_ROW)
+                scan_2(codes, None, r.at, tile, strips, q, q_at, scale, bias, row, None, r.s, s_at + TILE * tile, S_ROW)
         else:
             for tile in range(0, TILES, SCAN_1):
-                scan_1(codes, None, None, None, r.at, tile, strips, q, q_at, scale, bias, row, None, r.s, s_at + TILE * tile, S_ROW)
+                scan_1(codes, None, r.at, tile, strips, q, q_at, scale, bias, row, None, r.s, s_at + TILE * tile, S_ROW)
         first += width
 
 
@@ -172,7 +172,7 @@ def add_own_unit(cache, stage, stage_slot, c, r, rows, block, slot, own_key, key
 
 
 def score_own(cache, stage, stage_slot, slot, r, rows):
-    """r.s: scores of the unit at `slot`, which lies in `stage` from stage_slot on while it has no codes of 4 bits."""
+    """r.s: scores of the unit at `slot`, which lies in `stage` from stage_slot on while it has no codes of 5 bits."""
     raise NotImplementedError("runs in compiled code only")
 
 

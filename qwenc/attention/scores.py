@@ -79,19 +79,19 @@ def _score_int8(k, v, r, rows, start, tiles):
             q_at, s_at = first * head_dim * 2, first * S_ROW
             if width == 8:
                 for i in range(tiles):
-                    k_8(k.codes, None, None, k.scale, r.at, start + i, strips, r.qp, q_at, r.qs, r.qo, first, v.codes, r.s, s_at + 16 * i, S_ROW)
+                    k_8((k.codes,), k.scale, r.at, start + i, strips, r.qp, q_at, r.qs, r.qo, first, v.codes, r.s, s_at + 16 * i, S_ROW)
             elif width == 4:
                 for i in range(tiles):
                     ask_ranges(k, v, r, start + i)
-                    k_4(k.codes, None, None, k.scale, r.at, start + i, strips, r.qp, q_at, r.qs, r.qo, first, v.codes, r.s, s_at + 16 * i, S_ROW)
+                    k_4((k.codes,), k.scale, r.at, start + i, strips, r.qp, q_at, r.qs, r.qo, first, v.codes, r.s, s_at + 16 * i, S_ROW)
             elif width == 2:
                 for i in range(tiles):
                     ask_ranges(k, v, r, start + i)
-                    k_2(k.codes, None, None, k.scale, r.at, start + i, strips, r.qp, q_at, r.qs, r.qo, first, v.codes, r.s, s_at + 16 * i, S_ROW)
+                    k_2((k.codes,), k.scale, r.at, start + i, strips, r.qp, q_at, r.qs, r.qo, first, v.codes, r.s, s_at + 16 * i, S_ROW)
             else:
                 for i in range(tiles):
                     ask_ranges(k, v, r, start + i)
-                    k_1(k.codes, None, None, k.scale, r.at, start + i, strips, r.qp, q_at, r.qs, r.qo, first, v.codes, r.s, s_at + 16 * i, S_ROW)
+                    k_1((k.codes,), k.scale, r.at, start + i, strips, r.qp, q_at, r.qs, r.qo, first, v.codes, r.s, s_at + 16 * i, S_ROW)
             first += width
 
     return run
@@ -109,6 +109,7 @@ def ask_ranges(k, v, r, i):
 def score_q5(k, v, r, rows, start, tiles):
     head_dim = r.q.shape[1]
     strips = head_dim // 16
+    planes = (k.upper, k.lower, k.last)
     folded = -1
     for i in range(start, start + tiles):
         unit = r.at[i] // UNIT
@@ -122,13 +123,13 @@ def score_q5(k, v, r, rows, start, tiles):
             width = rows_at_once(rows, first)
             q_at, s_at = first * head_dim, first * S_ROW + 16 * (i - start)
             if width == 8:
-                q5_8(k.upper, k.lower, k.last, None, r.at, i, strips, r.fp, q_at, r.fs, r.fb, first, v.codes, r.s, s_at, S_ROW)
+                q5_8(planes, None, r.at, i, strips, r.fp, q_at, r.fs, r.fb, first, v.codes, r.s, s_at, S_ROW)
             elif width == 4:
-                q5_4(k.upper, k.lower, k.last, None, r.at, i, strips, r.fp, q_at, r.fs, r.fb, first, v.codes, r.s, s_at, S_ROW)
+                q5_4(planes, None, r.at, i, strips, r.fp, q_at, r.fs, r.fb, first, v.codes, r.s, s_at, S_ROW)
             elif width == 2:
-                q5_2(k.upper, k.lower, k.last, None, r.at, i, strips, r.fp, q_at, r.fs, r.fb, first, v.codes, r.s, s_at, S_ROW)
+                q5_2(planes, None, r.at, i, strips, r.fp, q_at, r.fs, r.fb, first, v.codes, r.s, s_at, S_ROW)
             else:
-                q5_1(k.upper, k.lower, k.last, None, r.at, i, strips, r.fp, q_at, r.fs, r.fb, first, v.codes, r.s, s_at, S_ROW)
+                q5_1(planes, None, r.at, i, strips, r.fp, q_at, r.fs, r.fb, first, v.codes, r.s, s_at, S_ROW)
             first += width
 
 

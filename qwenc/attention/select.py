@@ -76,7 +76,7 @@ def is_sparse(sparse, keys):
 @helper
 def choose(cache, stage, stage_slot, sparse, c, r, rows, group, layers, kv_heads, first_page, layer, head, own_key, keys):
     """Set c.kept by block for `rows` rows (tokens × the heads of a group), whose tokens see up to `keys` keys, those from own_key (a
-    multiple of 32) on being theirs; stage, stage_slot: where those lie while they have no codes of 4 bits. Call after prepare_rows.
+    multiple of 32) on being theirs; stage, stage_slot: where those lie while they have no codes of 5 bits. Call after prepare_rows.
     Returns the number of blocks kept."""
     units = own_key // UNIT
     blocks = (keys + sparse.block - 1) // sparse.block

@@ -64,30 +64,30 @@ def weigh_int8(k, v, r, rows, start, tiles):
             o_at, ps, decay = first * o_step + 16 * strip, r.ps, r.decay
             many = strips - strip
             if width == 8:
-                v8_8(v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, None, first, k.codes, None, None, strips, r.o, o_at, o_step)
+                v8_8(v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, None, first, (k.codes,), strips, r.o, o_at, o_step)
                 strip += STRIPS_8
             elif width == 4 and many >= STRIPS_4:
-                v8_4(v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, None, first, k.codes, None, None, strips, r.o, o_at, o_step)
+                v8_4(v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, None, first, (k.codes,), strips, r.o, o_at, o_step)
                 strip += STRIPS_4
             elif width == 4:
                 v8_one_4(
-                    v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, None, first, k.codes, None, None, strips, r.o, o_at, o_step
+                    v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, None, first, (k.codes,), strips, r.o, o_at, o_step
                 )
                 strip += 1
             elif width == 2 and many >= STRIPS_2:
-                v8_2(v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, None, first, k.codes, None, None, strips, r.o, o_at, o_step)
+                v8_2(v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, None, first, (k.codes,), strips, r.o, o_at, o_step)
                 strip += STRIPS_2
             elif width == 2:
                 v8_one_2(
-                    v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, None, first, k.codes, None, None, strips, r.o, o_at, o_step
+                    v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, None, first, (k.codes,), strips, r.o, o_at, o_step
                 )
                 strip += 1
             elif many >= STRIPS_1:
-                v8_1(v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, None, first, k.codes, None, None, strips, r.o, o_at, o_step)
+                v8_1(v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, None, first, (k.codes,), strips, r.o, o_at, o_step)
                 strip += STRIPS_1
             else:
                 v8_one_1(
-                    v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, None, first, k.codes, None, None, strips, r.o, o_at, o_step
+                    v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, None, first, (k.codes,), strips, r.o, o_at, o_step
                 )
                 strip += 1
         first += width
@@ -123,7 +123,7 @@ def _weigh_q4(k, v, r, rows, start, tiles):
         strips = head_dim // 16
         groups = o_step // 32
         size = 256 * groups
-        keys, keys_2, keys_3 = key_arrays(k)
+        keys = key_arrays(k)
         first = 0
         while first < rows:
             width = rows_at_once(rows, first)
@@ -137,15 +137,13 @@ def _weigh_q4(k, v, r, rows, start, tiles):
                 o_at, strip = first * o_step + 32 * group, 2 * group
                 ps, pl, decay = r.ps[group], r.pl[group], r.decay
                 if width == 8:
-                    v4_8(
-                        v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, pl, first, keys, keys_2, keys_3, strips, r.o, o_at, o_step
-                    )
+                    v4_8(v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, pl, first, keys, strips, r.o, o_at, o_step)
                 elif width == 4:
-                    v_4(v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, pl, first, keys, keys_2, keys_3, strips, r.o, o_at, o_step)
+                    v_4(v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, pl, first, keys, strips, r.o, o_at, o_step)
                 elif width == 2:
-                    v_2(v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, pl, first, keys, keys_2, keys_3, strips, r.o, o_at, o_step)
+                    v_2(v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, pl, first, keys, strips, r.o, o_at, o_step)
                 else:
-                    v_1(v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, pl, first, keys, keys_2, keys_3, strips, r.o, o_at, o_step)
+                    v_1(v.codes, r.at, start, tiles, size, strip, r.pp, p_at, ps, decay, pl, first, keys, strips, r.o, o_at, o_step)
             first += width
 
     return run

@@ -77,12 +77,13 @@ def _chains(kind: str, sums: int) -> int:
 
 
 def make_scores(kind: str, rows: int, ahead_lines: int = 0, tiles: int = 1) -> Any:
-    """tile(codes, lower, last, scales, at, at_i, strips, q, q_at, qs, qo, row_at, ahead, s, s_at, s_step): scores of `rows` queries against the
+    """tile(codes, scales, at, at_i, strips, q, q_at, qs, qo, row_at, ahead, s, s_at, s_step): scores of `rows` queries against the
     16 keys of the tile at[at_i], or of `tiles` tiles that lie side by side from there on.
 
     strips = head_dim/16. q int8 [strip][rows][pieces][16], or for int8 keys words [strip][rows][16], or for a plane [strip][rows][8][16],
     from the unit's sixteen on; qs float32 scale per row. int8: scales float32 per key, qo int32 [row][2] is
-    −bias·Σ of each piece. q5, plane: qo float32 [row], added to the result; scales is not looked at. lower, last: the other planes of q5.
+    −bias·Σ of each piece. q5, plane: qo float32 [row], added to the result; scales is not looked at. codes: a
+    tuple, the three planes of q5 or one array.
     ahead: the array that is read next of the same tile (values), of which a strip takes ahead_lines cache lines.
     Writes s[s_at + r·s_step + key] (float32).
     """
@@ -98,25 +99,26 @@ def make_scores(kind: str, rows: int, ahead_lines: int = 0, tiles: int = 1) -> A
     chain_of = [cell % chains if lifts == [0] else lifts.index(lift) for cell, lift in enumerate(LIFTS[kind])]
 
     @intrinsic
-    def tile(typingctx, codes, lower, last, scales, at, at_i, strips, q, q_at, qs, qo, row_at, ahead, s, s_at, s_step):
+    def tile(typingctx, codes, scales, at, at_i, strips, q, q_at, qs, qo, row_at, ahead, s, s_at, s_step):
         def codegen(context, builder, sig, values):
-            codes_v, lower_v, last_v, scales_v, at_v, at_i_v, strips_v, q_v, q_at_v, qs_v, qo_v, row_v, ahead_v, s_v, s_at_v, step_v = values
+            codes_v, scales_v, at_v, at_i_v, strips_v, q_v, q_at_v, qs_v, qo_v, row_v, ahead_v, s_v, s_at_v, step_v = values
             e = Emitter(builder)
-            key = _list_item(context, builder, sig.args[4], at_v, at_i_v)
+            key = _list_item(context, builder, sig.args[2], at_v, at_i_v)
 
             def tile_of(array_type: Any, array: Value, bytes_: int) -> Value:
                 lines = strips_v if bytes_ >= LINE else builder.lshr(builder.add(strips_v, I64(1)), I64(1))
                 size = max(bytes_, LINE)
                 return pointer_to(context, builder, array_type, array, builder.mul(builder.mul(key, lines), I64(size // 16)))
 
-            planes = [[tile_of(*array) for array in zip(sig.args[:3], (codes_v, lower_v, last_v), strip_bytes, strict=False)]]
+            arrays = zip(sig.args[0], cgutils.unpack_tuple(builder, codes_v), strip_bytes, strict=True)
+            planes = [[tile_of(*array) for array in arrays]]
             for _ in range(1, tiles):
                 steps = [builder.mul(strips_v, I64(bytes_)) for bytes_ in strip_bytes]
                 planes.append([e.at(pointer, step) for pointer, step in zip(planes[-1], steps, strict=True)])
-            ahead_p = tile_of(sig.args[12], ahead_v, LINE * ahead_lines) if ahead_lines else None
-            q_p = pointer_to(context, builder, sig.args[7], q_v, q_at_v)
+            ahead_p = tile_of(sig.args[10], ahead_v, LINE * ahead_lines) if ahead_lines else None
+            q_p = pointer_to(context, builder, sig.args[5], q_v, q_at_v)
             zero = e.constant(e.i32, 0)
-            qo_p = pointer_to(context, builder, sig.args[10], qo_v, builder.mul(row_v, I64(2)) if kind == "int8" else row_v)
+            qo_p = pointer_to(context, builder, sig.args[8], qo_v, builder.mul(row_v, I64(2)) if kind == "int8" else row_v)
             start = lambda i: e.load_splat(qo_p, 4 * (i % count), e.i32) if kind == "int8" and i < tiles * count else zero  # noqa: E731
             sums = Accumulators(e, e.i32, chains * tiles * count, start=None if words else start, halves=2 if words else 1)
             dot = e.dot_words if words else e.dot_signed if kind == "int8" else e.dot_nibbles
@@ -144,8 +146,8 @@ def make_scores(kind: str, rows: int, ahead_lines: int = 0, tiles: int = 1) -> A
                 lift = 0 if lifts == [0] else lifts[i // (tiles * count)]
                 part = e.each(builder.ashr, total(i), e.constant(e.i32, lift)) if lift else total(i)
                 whole[i % (tiles * count)] = e.each(builder.add, whole[i % (tiles * count)], part)
-            qs_p = pointer_to(context, builder, sig.args[9], qs_v, row_v)
-            key_scale = pointer_to(context, builder, sig.args[3], scales_v, key) if kind == "int8" else None
+            qs_p = pointer_to(context, builder, sig.args[7], qs_v, row_v)
+            key_scale = pointer_to(context, builder, sig.args[1], scales_v, key) if kind == "int8" else None
             for j, r in ((j, r) for j in range(tiles) for r in range(rows)):
                 of_row = whole[j * count + pieces * r :][:pieces]
                 product = e.to_float(two_pieces(e, *of_row) if pieces == 2 else of_row[0])
@@ -155,11 +157,11 @@ def make_scores(kind: str, rows: int, ahead_lines: int = 0, tiles: int = 1) -> A
                 else:
                     score = e.each(builder.fmul, product, e.each(builder.fmul, e.load(key_scale, e.f32, 4 * LANES * j), row_scale))
                 target = builder.add(builder.add(s_at_v, I64(LANES * j)), builder.mul(step_v, I64(r)))
-                e.store(score, pointer_to(context, builder, sig.args[13], s_v, target))
+                e.store(score, pointer_to(context, builder, sig.args[11], s_v, target))
             return context.get_dummy_value()
 
         n = types.intp
-        return types.void(codes, lower, last, scales, at, n, n, q, n, qs, qo, n, ahead, s, n, n), codegen
+        return types.void(codes, scales, at, n, n, q, n, qs, qo, n, ahead, s, n, n), codegen
 
     return tile
 
@@ -186,12 +188,12 @@ def strips_at_once(rows: int) -> int:
 
 
 def make_values(kind: str, rows: int, strips: int, ahead_strip: tuple[int, ...] = ()) -> Any:
-    """tile(v, at, at_i, tiles, tile_bytes, strip, p, p_at, ps, decay, add, row_at, ahead, ahead_2, ahead_3, all_strips, o, o_at, o_step):
+    """tile(v, at, at_i, tiles, tile_bytes, strip, p, p_at, ps, decay, add, row_at, ahead, all_strips, o, o_at, o_step):
     o = decay·o + ps·Σ p·v over the keys of `tiles` tiles, for `strips` strips from `strip` on.
 
     tile_bytes: of v in one tile. p uint8 [tile][rows][2 pieces][16 keys], or for int8 values words [tile][rows][16 keys];
     ps, decay float32 per row; add: float32 per row, added to every
-    dimension (q4), or None. ahead, ahead_2, ahead_3: the arrays that are read next (keys), of the tiles at[at_i + 16 …]; a strip takes ahead_strip
+    dimension (q4), or None. ahead: a tuple of the arrays that are read next (keys), of the tiles at[at_i + 16 …]; a strip takes ahead_strip
     bytes of each.
     o float32: o[o_at + r·o_step + 16·strip' + dim].
     """
@@ -201,28 +203,27 @@ def make_values(kind: str, rows: int, strips: int, ahead_strip: tuple[int, ...] 
     count = rows if words else 2 * rows
 
     @intrinsic
-    def tile(
-        typingctx, v, at, at_i, tiles, tile_bytes, strip, p, p_at, ps, decay, add, row_at, ahead, ahead_2, ahead_3, all_strips, o, o_at, o_step
-    ):
+    def tile(typingctx, v, at, at_i, tiles, tile_bytes, strip, p, p_at, ps, decay, add, row_at, ahead, all_strips, o, o_at, o_step):
         def codegen(context, builder, sig, values):
             v_v, at_v, at_i_v, tiles_v, bytes_v, strip_v, p_v, p_at_v, ps_v, decay_v, add_v, row_v = values[:12]
-            *aheads, all_strips_v, o_v, o_at_v, step_v = values[12:]
+            ahead_v, all_strips_v, o_v, o_at_v, step_v = values[12:]
+            aheads = list(zip(ahead_strip, sig.args[12], cgutils.unpack_tuple(builder, ahead_v), strict=False))
             p_p = pointer_to(context, builder, sig.args[6], p_v, p_at_v)
             first = builder.mul(strip_v, I64(strip_bytes))  # a strip of q4 is half a group
             for e in Emitter(builder).slices(strips * count):
-                ahead_bytes = ahead_strip if e.places[0] == 0 else ()  # once
+                to_ask = aheads if e.places[0] == 0 else []  # once
                 sums = Accumulators(e, e.i32, strips * (rows if narrow else count), halves=2 if words else 1)
                 with cgutils.for_range(builder, tiles_v) as loop:
                     item = builder.add(at_i_v, loop.index)
                     tile_of = builder.sdiv(_list_item(context, builder, sig.args[1], at_v, item), I64(LANES))
                     v_p = pointer_to(context, builder, sig.args[0], v_v, builder.add(builder.mul(tile_of, bytes_v), first))
-                    if ahead_bytes:  # in the order in which the keys lie, whatever the order of the values
+                    if to_ask:  # in the order in which the keys lie, whatever the order of the values
                         turn = builder.add(builder.mul(builder.sdiv(strip_v, I64(strips)), tiles_v), loop.index)
                         turns = builder.sdiv(builder.add(all_strips_v, I64(strips - 1)), I64(strips))  # per tile
                         entry = builder.add(builder.add(at_i_v, I64(SEGMENT)), builder.sdiv(turn, turns))
                         coming = builder.sdiv(_list_item(context, builder, sig.args[1], at_v, entry), I64(LANES))
                         strip_of = builder.add(builder.mul(coming, all_strips_v), builder.mul(builder.srem(turn, turns), I64(strips)))
-                    for bytes_, array_type, array in zip(ahead_bytes, sig.args[12:15], aheads, strict=False):
+                    for bytes_, array_type, array in to_ask:
                         ahead_p = pointer_to(context, builder, array_type, array, builder.mul(strip_of, I64(bytes_)))
                         for line in range(strips * bytes_ // LINE):
                             e.prefetch(e.at(ahead_p, LINE * line))
@@ -258,7 +259,7 @@ def make_values(kind: str, rows: int, strips: int, ahead_strip: tuple[int, ...] 
                             whole = two_pieces(e, *(sums.get((j * rows + r) * 2 + piece) for piece in range(2)))
                         product = e.to_float(whole)
                         target = builder.add(builder.add(o_at_v, I64(16 * j)), builder.mul(step_v, I64(r)))
-                        o_p = pointer_to(context, builder, sig.args[16], o_v, target)
+                        o_p = pointer_to(context, builder, sig.args[14], o_v, target)
                         old = e.each(builder.fmul, e.load(o_p, e.f32), fade)
                         if sig.args[10] is not types.none:
                             add_p = pointer_to(context, builder, sig.args[10], add_v, row_v)
@@ -267,7 +268,7 @@ def make_values(kind: str, rows: int, strips: int, ahead_strip: tuple[int, ...] 
             return context.get_dummy_value()
 
         n = types.intp
-        return types.void(v, at, n, n, n, n, p, n, ps, decay, add, n, ahead, ahead_2, ahead_3, n, o, n, n), codegen
+        return types.void(v, at, n, n, n, n, p, n, ps, decay, add, n, ahead, n, o, n, n), codegen
 
     return tile
 

@@ -29,12 +29,17 @@ class Level:
     @property
     def vnni(self) -> bool:
         """Whether the dot product takes one unsigned side and 32-bit sums (vpdpbusd)."""
-        return self.name in ("avx512", "avxvnni")
+        return self.name in ("amx", "avx512", "avxvnni")
 
     @property
     def x86(self) -> bool:
         """Whether there are the instructions of AVX2 and more."""
-        return self.name in ("avx512", "avxvnni", "avx2")
+        return self.name in ("amx", "avx512", "avxvnni", "avx2")
+
+    @property
+    def tiles(self) -> bool:
+        """Whether prefill multiplies whole tiles of 16 tokens by 16 rows (AMX); all else is as on AVX-512."""
+        return self.name == "amx"
 
     @property
     def few_registers(self) -> bool:
@@ -60,8 +65,11 @@ class Level:
 X86 = ("x86_64", "amd64")
 ARM = ("aarch64", "arm64")
 
+AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512vnni")
+
 LEVELS = (
-    Level("avx512", 64, 8, 8, ("avx512f", "avx512bw", "avx512vl", "avx512vnni"), X86),
+    Level("amx", 64, 16, 8, (*AVX512, "amx-tile", "amx-int8"), X86),
+    Level("avx512", 64, 8, 8, AVX512, X86),
     Level("avxvnni", 32, 4, 2, ("avxvnni", "avx2", "fma"), X86),
     Level("avx2", 32, 4, 2, ("avx2", "fma"), X86),
     Level("neon", 16, 4, 2, ("dotprod",), ARM),
@@ -72,6 +80,10 @@ LEVELS = (
 # Arm features that LLVM does not report of its host though it knows them: bits of AT_HWCAP, where the kernel tells what all cores have.
 AT_HWCAP = 16
 HWCAP_BITS = {"fullfp16": 10, "dotprod": 20}
+
+
+# The system call that asks for AMX, of x86-64 (Linux, Documentation/arch/x86/xstate.rst).
+ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18
 
 
 def host_features() -> frozenset[str]:
@@ -106,7 +118,15 @@ def arm_features() -> frozenset[str]:
 def available_levels() -> list[Level]:
     """The levels that this machine can run, fastest first. `plain` is always there."""
     machine, features = platform.machine().lower(), host_features()
-    return [level for level in LEVELS if (machine in level.machines or "*" in level.machines) and features.issuperset(level.needs)]
+    found = [level for level in LEVELS if (machine in level.machines or "*" in level.machines) and features.issuperset(level.needs)]
+    return [level for level in found if not level.tiles or may_use_tiles()]
+
+
+def may_use_tiles() -> bool:
+    """Ask the system for the tile registers, which it hands out per process since their state is large. For all threads, once."""
+    if platform.system() != "Linux":
+        return False
+    return ctypes.CDLL(None).syscall(ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0
 
 
 def choose_level() -> Level:

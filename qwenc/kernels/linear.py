@@ -6,17 +6,21 @@ import numpy as np
 from numba import types
 
 from qwenc.kernels import simd
+from qwenc.kernels.amx import make_linear_tiles, open_signed
 from qwenc.kernels.jit import by_type, helper
 from qwenc.kernels.level import LEVEL
 from qwenc.kernels.linear_tiles import AHEAD, GROUP, PIECES_TOP, make_linear, make_linear_f32, open_codes
 from qwenc.kernels.records import F32, Q4, Q8, TILE, Q8Fast
 
 # Taking 4-bit codes apart once for all tokens of a mini-batch pays where that is not hidden behind the products (docs/benchmarks.md).
-OPENS = LEVEL.shorts
+# Tile registers take codes of a byte only.
+TILES = LEVEL.tiles
+OPENS = LEVEL.shorts or TILES
 linear_q4_one, linear_q4_many = make_linear("q4", 1, AHEAD), make_linear("open" if OPENS else "q4", TILE)
 linear_q8_one, linear_q8_many = make_linear("q8", 1, AHEAD), make_linear("q8", TILE)
 linear_q8fast_one, linear_q8fast_many = make_linear("q8fast", 1, AHEAD), make_linear("q8fast", TILE)
 linear_f32_one, linear_f32_many = make_linear_f32(1), make_linear_f32(TILE)
+linear_tiles, linear_tiles_fine = make_linear_tiles(1), make_linear_tiles(2)
 
 
 def _is(matrix: types.Type, record: type) -> bool:
@@ -68,9 +72,11 @@ def _make_ready(w, stack, tile, room):
     if not (_is(w, Q4) and OPENS):
         return lambda w, stack, tile, room: None
 
+    opener = open_signed if TILES else open_codes
+
     def run(w, stack, tile, room):
         groups = w.codes.shape[2]
-        open_codes(w.codes, (stack * w.codes.shape[1] + tile) * groups * w.codes.shape[3], groups, room)
+        opener(w.codes, (stack * w.codes.shape[1] + tile) * groups * w.codes.shape[3], groups, room)
 
     return run
 
@@ -112,6 +118,21 @@ def _opened(kernel):
     return run
 
 
+def _in_tiles(w):
+    """What multiplies in tile registers."""
+    kernel, opened = linear_tiles_fine if _is(w, Q8) else linear_tiles, _is(w, Q4)
+
+    def run(w, room, stack, tile, acts, token, out, out_at):
+        groups = w.codes.shape[2]
+        at = (stack * w.codes.shape[1] + tile) * groups
+        if opened:
+            kernel(room, 0, w.scales, at * 16, acts.codes, acts.scales, token, groups, out, out_at)
+        else:
+            kernel(w.codes, at * w.codes.shape[3], w.scales, at * 16, acts.codes, acts.scales, token, groups, out, out_at)
+
+    return run
+
+
 def _by_format(w, q4, q8, q8fast, f32):
     """What calls the kernel of the matrix's format."""
     for record, kernel in ((Q4, q4), (Q8, q8), (Q8Fast, q8fast)):
@@ -132,6 +153,8 @@ def _linear_one(w, stack, tile, acts, token, out, out_at):
 
 @by_type(linear_many)
 def _linear_many(w, room, stack, tile, acts, token, out, out_at):
+    if TILES and not _is(w, F32):
+        return _in_tiles(w)
     if _is(w, Q4) and OPENS:
         return _opened(linear_q4_many)
     run_tile = helper(_by_format(w, linear_q4_many, linear_q8_many, linear_q8fast_many, linear_f32_many))
@@ -165,8 +188,15 @@ def _prepare(w, x, x_at, acts, tokens, token):
         first = (token // tokens) * groups * tokens
         for g in range(groups):
             at = first + g * tokens
-            codes_at = (at * GROUP + 4 * lane) * pieces
-            quantise(x, x_at + GROUP * g, acts, codes_at, 4 * tokens * pieces, at + lane)
+            if TILES and tokens == TILE:  # [pieces][tokens][32]
+                codes_at = at * GROUP * pieces + GROUP * lane
+                if pieces == 2:
+                    quantise_group_apart(x, x_at + GROUP * g, acts, codes_at, GROUP * tokens, at + lane)
+                else:
+                    quantise_group(x, x_at + GROUP * g, acts, codes_at, 4, at + lane)
+            else:
+                codes_at = (at * GROUP + 4 * lane) * pieces
+                quantise(x, x_at + GROUP * g, acts, codes_at, 4 * tokens * pieces, at + lane)
 
     return run
 
@@ -181,6 +211,18 @@ def quantise_group(x, x_at, acts, codes_at, cell_step, place):
     total += simd.store_cells(acts.codes, codes_at + 4 * cell_step, cell_step, simd.mul(high, factor))
     acts.scales[place] = largest * np.float32(1 / 127)
     acts.offsets[place] = -8 * total
+
+
+@helper
+def quantise_group_apart(x, x_at, acts, codes_at, piece_step, place):
+    """32 values to 15 bits as quantise_group_fine does, but their high pieces side by side and the low ones `piece_step` bytes further."""
+    low, high = simd.load(x, x_at), simd.load(x, x_at + 16)
+    largest = simd.lane_max(simd.maximum(simd.absolute(low), simd.absolute(high)))
+    factor = simd.splat(PIECES_TOP / largest if largest > 0 else np.float32(0.0))
+    acts.offsets[2 * place] = acts.offsets[2 * place + 1] = 0  # not looked at
+    simd.store_pieces(acts.codes, codes_at, piece_step, simd.mul(low, factor), acts.offsets, 2 * place)
+    simd.store_pieces(acts.codes, codes_at + 16, piece_step, simd.mul(high, factor), acts.offsets, 2 * place)
+    acts.scales[place] = largest / PIECES_TOP
 
 
 @helper

@@ -238,23 +238,23 @@ def _add_sums(context: Any, b: ir.IRBuilder, sums_type: Any, sums: Value, at: Va
 
 
 @intrinsic
-def store_pieces(typingctx, array, index, vector, sums, sums_at):
+def store_pieces(typingctx, array, index, step, vector, sums, sums_at):
     """Round 16 floats within ±16319 (0 … 16383 when `sums` is None) to integers n = 128·high + low as store_two_pieces does, and write the
-    16 high bytes, then the 16 low ones, at `index`."""
+    16 high bytes at `index` and the 16 low ones `step` bytes further."""
     signed = sums is not types.none
 
     def codegen(context, builder, sig, values):
-        array_v, index_v, vector_v, sums_v, sums_at_v = values
+        array_v, index_v, step_v, vector_v, sums_v, sums_at_v = values
         high, low = _pieces(builder, vector_v, signed)
-        both = builder.shuffle_vector(high, low, ir.Constant(ir.VectorType(I32, 2 * LANES), list(range(2 * LANES))))
-        pieces = builder.trunc(both, ir.VectorType(I8, 2 * LANES))
         pointer = pointer_to(context, builder, sig.args[0], array_v, index_v)
-        builder.store(pieces, builder.bitcast(pointer, pieces.type.as_pointer()), align=1)
+        for piece, target in ((high, pointer), (low, Emitter(builder).at(pointer, step_v))):
+            codes = builder.trunc(piece, ir.VectorType(I8, LANES))
+            builder.store(codes, builder.bitcast(target, codes.type.as_pointer()), align=1)
         if signed:
-            _add_sums(context, builder, sig.args[3], sums_v, sums_at_v, (high, low))
+            _add_sums(context, builder, sig.args[4], sums_v, sums_at_v, (high, low))
         return context.get_dummy_value()
 
-    return types.void(array, types.intp, f32x16, sums, types.intp), codegen
+    return types.void(array, types.intp, types.intp, f32x16, sums, types.intp), codegen
 
 
 def _words(b: ir.IRBuilder, x: Value) -> Value:

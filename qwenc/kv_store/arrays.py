@@ -1,6 +1,6 @@
 """The state of a context as plain arrays, whatever kind of cache holds it: pages first, the rest as it stands.
 
-An array of a cache has one entry per page of 256 tokens along its first axis; one that has not (keys of 4 bits that wait for their codes)
+An array of a cache has one entry per page of 256 tokens along its first axis; one that has not (keys of 5 bits that wait for their codes)
 belongs to the end of the context and is copied whole.
 """
 

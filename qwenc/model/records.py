@@ -80,7 +80,7 @@ class Buffers(NamedTuple):
     group, head_room], part_m, part_l [kv_heads·SPANS, group]: attention of parts of a long context. gate float32 [tokens, experts];
     choice int64, choice_weight float32 [tokens, experts_per_token]; place int64 [tokens, experts_per_token]: row of an assignment in
     the order by expert; expert_tile int64 [experts + 1]: first token tile of an expert; y [places, hidden_room]. stage: keys of the
-    mini-batch, by kv head and unit of 32 tokens, that have no codes of 4 bits yet (codes int8 [kv_heads, units, 32·head_room], scale
+    mini-batch, by kv head and unit of 32 tokens, that have no codes of 5 bits yet (codes int8 [kv_heads, units, 32·head_room], scale
     float32 [kv_heads, units, 32]; empty unless a cache needs it). missed float32 [layers·kv_heads]: the share of attention that the last
     choice of blocks left out, estimated; kept uint8 [layers·kv_heads, blocks]: that choice, and mass float32 of the same shape: the share
     of attention that each block holds, if anybody wants to know.
@@ -115,7 +115,7 @@ def new_buffers(
     shape: Shape, weights: Weights, tokens: int, *, all_logits: bool = False, staged: bool = False, kept_blocks: int = 0
 ) -> Buffers:
     """Buffers for mini-batches of up to `tokens` tokens, or for decode when tokens is 1; with all_logits, logits of every
-    token instead of the last; staged: for a cache with keys of 4 bits; kept_blocks: blocks of
+    token instead of the last; staged: for a cache with keys of 5 bits; kept_blocks: blocks of
     which `kept` tells."""
     decode = tokens == 1
     chosen = shape.experts_per_token
