@@ -1,7 +1,8 @@
 """Matrices in prefill by AMX: 16 rows × 16 tokens × 32 inputs are one instruction.
 
 The sums of a group of 32 are the same integers as everywhere else, and are scaled and added in the same order: the bits do not change.
-Tile registers: 0 and 1 hold sums, 2 activations [16 tokens][32 inputs], 3 weights [8 cells][16 rows][4 inputs] as they are packed.
+Groups take turns in two sets of tile registers, and a pair is scaled when the next has been multiplied: what was stored is loaded late.
+Each set has sums of one or two pieces, activations [16 tokens][32 inputs] and weights [8 cells][16 rows][4 inputs] as they are packed.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from qwenc.kernels.vector import pointer_to
 from qwenc.kernels.wide import I8, I64, LANES, Accumulators, Value, Wide
 
 TOKENS = 16
-SUMS, LOW_SUMS, INPUTS, WEIGHTS = range(4)
+SUMS, LOW_SUMS, INPUTS, WEIGHTS = range(4)  # registers of a set
+SET = 4  # registers
 SUM_BYTES = 4 * LANES * TOKENS
 GROUP_BYTES = LANES * GROUP  # of weights
+ROOMS = 4  # for the sums of groups: a pair is scaled while the next is multiplied
 
 
 def make_linear_tiles(pieces: int) -> Any:
@@ -41,24 +44,42 @@ def make_linear_tiles(pieces: int) -> Any:
                 "x": (pointer_to(context, builder, sig.args[4], x_v, builder.mul(first, I64(GROUP * pieces))), TOKENS * GROUP * pieces),
                 "xs": (pointer_to(context, builder, sig.args[5], xs_v, first), 4 * TOKENS),
             }
-            _configure(e)
-            rooms = [_room(builder, SUM_BYTES * pieces) for _ in range(2)]
+            room = _room(builder, ROOMS * SUM_BYTES * pieces)
             sums = Accumulators(e, e.f32, TOKENS)
 
-            def one_group(group: Value, room: Value) -> None:
+            def of_group(group: Value) -> dict[str, Value]:
                 at = {name: e.at(base, builder.mul(group, I64(step))) for name, (base, step) in bases.items()}
-                _sum_group(e, at["codes"], at["x"], room, pieces)
+                place = builder.and_(group, I64(ROOMS - 1))
+                return at | {"room": e.at(room, builder.mul(place, I64(SUM_BYTES * pieces)))}
+
+            def multiply(group: Value, turn: int) -> None:
+                at = of_group(group)
+                _sum_group(e, at["codes"], at["x"], at["room"], pieces, SET * turn)
+
+            def scale(group: Value) -> None:
+                at = of_group(group)
                 weight_scale = e.load_half(at["scales"])
                 for t in range(TOKENS):
-                    scaled = e.each(builder.fmul, e.to_float(_sums_of(e, room, t, pieces)), e.load_splat(at["xs"], 4 * t, e.f32))
+                    scaled = e.each(builder.fmul, e.to_float(_sums_of(e, at["room"], t, pieces)), e.load_splat(at["xs"], 4 * t, e.f32))
                     sums.set(t, e.fma(scaled, weight_scale, sums.get(t)))
 
-            # two at a time, each with a room of its own, so that one is multiplied while the other is scaled
-            with cgutils.for_range(builder, builder.lshr(groups_v, I64(1))) as loop:
-                for i, room in enumerate(rooms):
-                    one_group(builder.add(builder.mul(loop.index, I64(2)), I64(i)), room)
+            # A tile that was stored is loaded late: it is scaled while the next ones are multiplied.
+            pairs = builder.lshr(groups_v, I64(1))
+            with builder.if_then(builder.icmp_signed(">", pairs, I64(0))):
+                for turn in range(2):
+                    multiply(I64(turn), turn)
+                with cgutils.for_range(builder, builder.sub(pairs, I64(1))) as loop:
+                    first_of_pair = builder.mul(loop.index, I64(2))
+                    for turn in range(2):
+                        multiply(builder.add(first_of_pair, I64(2 + turn)), turn)
+                    for turn in range(2):
+                        scale(builder.add(first_of_pair, I64(turn)))
+                for turn in range(2):
+                    scale(builder.add(builder.mul(pairs, I64(2)), I64(turn - 2)))
             with builder.if_then(builder.trunc(groups_v, ir.IntType(1))):
-                one_group(builder.sub(groups_v, I64(1)), rooms[0])
+                last = builder.sub(groups_v, I64(1))
+                multiply(last, 0)
+                scale(last)
             out_p = pointer_to(context, builder, sig.args[8], out_v, out_at_v)
             for t in range(TOKENS):
                 e.store(sums.get(t), out_p, 4 * LANES * t)
@@ -70,13 +91,14 @@ def make_linear_tiles(pieces: int) -> Any:
     return tile
 
 
-def _sum_group(e: Emitter, codes: Value, x: Value, room: Value, pieces: int) -> None:
-    """The sums of one group to `room`, int32 [pieces][16 tokens][16 rows]."""
-    _call(e, "tileloadd64", WEIGHTS, codes, I64(4 * LANES))
-    for piece, sums in enumerate((SUMS, LOW_SUMS)[:pieces]):
-        _call(e, "tileloadd64", INPUTS, e.at(x, piece * TOKENS * GROUP), I64(GROUP))
+def _sum_group(e: Emitter, codes: Value, x: Value, room: Value, pieces: int, first: int) -> None:
+    """The sums of one group to `room`, int32 [pieces][16 tokens][16 rows], in the set of registers that begins with `first`."""
+    inputs, weights = INPUTS + first, WEIGHTS + first
+    _call(e, "tileloadd64", weights, codes, I64(4 * LANES))
+    for piece, sums in enumerate((SUMS + first, LOW_SUMS + first)[:pieces]):
+        _call(e, "tileloadd64", inputs, e.at(x, piece * TOKENS * GROUP), I64(GROUP))
         _call(e, "tilezero", sums)
-        _call(e, "tdpbssd", sums, INPUTS, WEIGHTS)
+        _call(e, "tdpbssd", sums, inputs, weights)
         _call(e, "tilestored64", sums, e.at(room, piece * SUM_BYTES), I64(4 * LANES))
 
 
@@ -85,25 +107,34 @@ def _sums_of(e: Emitter, room: Value, token: int, pieces: int) -> Wide:
     return two_pieces(e, *of_pieces) if pieces == 2 else of_pieces[0]
 
 
-def _configure(e: Emitter) -> None:
-    """Give the tile registers of this thread their shapes. It costs little beside a row tile, and no thread need be told ahead."""
-    shape = np.zeros(64, np.uint8)
-    shape[0] = 1  # the palette
-    rows, row_bytes = shape[48:], shape[16:48].view(np.uint16)
-    for register, (count, size) in {SUMS: (TOKENS, 64), LOW_SUMS: (TOKENS, 64), INPUTS: (TOKENS, GROUP), WEIGHTS: (GROUP // 4, 64)}.items():
-        rows[register], row_bytes[register] = count, size
-    kind = ir.ArrayType(I8, 64)
-    value = ir.Constant(kind, [int(byte) for byte in shape])
-    room = cgutils.alloca_once(e.b, kind)
-    e.b.store(value, room)
-    pointer = e.b.bitcast(room, I8.as_pointer())
-    e.b.call(e._function("llvm.x86.ldtilecfg", ir.VoidType(), [I8.as_pointer()]), [pointer])
+@intrinsic
+def shape_tiles(typingctx):
+    """Give the tile registers of this thread their shapes, which takes as long as ten groups."""
+    shapes = np.zeros(64, np.uint8)  # as Intel's manual lays them out: palette 1, then bytes of a row and rows of each register
+    shapes[0] = 1
+    row_bytes, rows = shapes[16:48].view(np.uint16), shapes[48:]
+    for register in range(2 * SET):
+        rows[register] = GROUP // 4 if register % SET == WEIGHTS else TOKENS
+        row_bytes[register] = GROUP if register % SET == INPUTS else 4 * LANES
+
+    def codegen(context, builder, sig, values):
+        e = Emitter(builder)
+        room = _room(builder, 64)
+        kind = ir.ArrayType(I8, 64)
+        builder.store(ir.Constant(kind, [int(byte) for byte in shapes]), builder.bitcast(room, kind.as_pointer()))
+        _call(e, "ldtilecfg", room)
+        return context.get_dummy_value()
+
+    return types.void(), codegen
 
 
 def _call(e: Emitter, name: str, *arguments: Any) -> None:
     """One instruction on tile registers, which are given by number."""
     values = [I8(argument) if isinstance(argument, int) else argument for argument in arguments]
-    e.b.call(e._function(f"llvm.x86.{name}", ir.VoidType(), [value.type for value in values]), values)
+    function = cgutils.get_or_insert_function(
+        e.b.module, ir.FunctionType(ir.VoidType(), [value.type for value in values]), f"llvm.x86.{name}"
+    )
+    e.b.call(function, values)
 
 
 def _room(builder: ir.IRBuilder, size: int) -> Value:
@@ -113,13 +144,14 @@ def _room(builder: ir.IRBuilder, size: int) -> Value:
 
 
 @intrinsic
-def open_signed(typingctx, codes, codes_at, groups, room):
-    """The 4-bit codes of a row tile, `groups` groups from codes[codes_at] on, less 8, to a byte each in room [groups][8 cells][64]."""
+def open_signed(typingctx, codes, codes_at, groups, room, room_at):
+    """The 4-bit codes of a row tile, `groups` groups from codes[codes_at] on, less 8, to a byte each in room
+    [groups][8 cells][64] from room_at on."""
 
     def codegen(context, builder, sig, values):
         e = Emitter(builder)
         packed = pointer_to(context, builder, sig.args[0], values[0], values[1])
-        opened = pointer_to(context, builder, sig.args[3], values[3], I64(0))
+        opened = pointer_to(context, builder, sig.args[3], values[3], values[4])
         eight = e.constant(e.i8, 8)
         with cgutils.for_range(builder, values[2]) as loop:
             source = e.at(packed, builder.mul(loop.index, I64(GROUP_BYTES // 2)))
@@ -130,4 +162,4 @@ def open_signed(typingctx, codes, codes_at, groups, room):
                 e.store(e.each(builder.sub, e.high_nibbles(both), eight), target, 64 * (cell + 4))
         return context.get_dummy_value()
 
-    return types.void(codes, types.intp, types.intp, room), codegen
+    return types.void(codes, types.intp, types.intp, room, types.intp), codegen

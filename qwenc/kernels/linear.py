@@ -6,7 +6,7 @@ import numpy as np
 from numba import types
 
 from qwenc.kernels import simd
-from qwenc.kernels.amx import make_linear_tiles, open_signed
+from qwenc.kernels.amx import make_linear_tiles, open_signed, shape_tiles
 from qwenc.kernels.jit import by_type, helper
 from qwenc.kernels.level import LEVEL
 from qwenc.kernels.linear_tiles import AHEAD, GROUP, PIECES_TOP, make_linear, make_linear_f32, open_codes
@@ -16,6 +16,7 @@ from qwenc.kernels.records import F32, Q4, Q8, TILE, Q8Fast
 # Tile registers take codes of a byte only.
 TILES = LEVEL.tiles
 OPENS = LEVEL.shorts or TILES
+LINE = 64  # bytes of a cache line: what is opened begins at one
 linear_q4_one, linear_q4_many = make_linear("q4", 1, AHEAD), make_linear("open" if OPENS else "q4", TILE)
 linear_q8_one, linear_q8_many = make_linear("q8", 1, AHEAD), make_linear("q8", TILE)
 linear_q8fast_one, linear_q8fast_many = make_linear("q8fast", 1, AHEAD), make_linear("q8fast", TILE)
@@ -63,20 +64,24 @@ def linear_many(w, room, stack, tile, acts, token, out, out_at):
 @by_type(new_room, allocates=True)
 def _new_room(w):
     if _is(w, Q4) and OPENS:
-        return lambda w: np.empty(w.codes.shape[2] * 512, np.uint8)
+        return lambda w: np.empty(w.codes.shape[2] * 512 + LINE, np.uint8)
     return lambda w: np.empty(0, np.uint8)
 
 
 @by_type(make_ready)
 def _make_ready(w, stack, tile, room):
+    if TILES and not _is(w, F32) and not _is(w, Q4):
+        return lambda w, stack, tile, room: shape_tiles()
     if not (_is(w, Q4) and OPENS):
         return lambda w, stack, tile, room: None
 
     opener = open_signed if TILES else open_codes
 
     def run(w, stack, tile, room):
+        if TILES:
+            shape_tiles()
         groups = w.codes.shape[2]
-        opener(w.codes, (stack * w.codes.shape[1] + tile) * groups * w.codes.shape[3], groups, room)
+        opener(w.codes, (stack * w.codes.shape[1] + tile) * groups * w.codes.shape[3], groups, room, simd.bytes_to_line(room))
 
     return run
 
@@ -113,7 +118,7 @@ def _opened(kernel):
     def run(w, room, stack, tile, acts, token, out, out_at):
         groups = w.codes.shape[2]
         at = (stack * w.codes.shape[1] + tile) * groups
-        kernel(room, 0, w.scales, at * 16, acts.codes, acts.scales, acts.offsets, token, groups, out, out_at)
+        kernel(room, simd.bytes_to_line(room), w.scales, at * 16, acts.codes, acts.scales, acts.offsets, token, groups, out, out_at)
 
     return run
 
@@ -126,7 +131,7 @@ def _in_tiles(w):
         groups = w.codes.shape[2]
         at = (stack * w.codes.shape[1] + tile) * groups
         if opened:
-            kernel(room, 0, w.scales, at * 16, acts.codes, acts.scales, token, groups, out, out_at)
+            kernel(room, simd.bytes_to_line(room), w.scales, at * 16, acts.codes, acts.scales, token, groups, out, out_at)
         else:
             kernel(w.codes, at * w.codes.shape[3], w.scales, at * 16, acts.codes, acts.scales, token, groups, out, out_at)
 

@@ -43,8 +43,9 @@ class F32(NamedTuple):
 class Acts(NamedTuple):
     """Activations as the tiles of `tokens` tokens read them (the inputs of a matrix; unused fields are empty).
 
-    codes int8 [tile][group][8 cells][tokens][pieces][4], or [tile][group][pieces][tokens][32] for tile registers (kernels/amx.py), scales float32 [tile][group][tokens], offsets int32 (−8·Σ codes)
-    [tile][group][tokens][pieces]; pieces is 2 for Q8, else 1; values float32 [tile][K][tokens].
+    codes int8 [tile][group][8 cells][tokens][pieces][4], or, for tile registers (kernels/amx.py), [tile][group][pieces][tokens][32];
+    scales float32 [tile][group][tokens], offsets int32 (−8·Σ codes) [tile][group][tokens][pieces]; pieces is 2 for Q8, else 1; values
+    float32 [tile][K][tokens].
     """
 
     codes: np.ndarray

@@ -18,6 +18,7 @@ from qwenc.kernels.simd_memory import (
     BYTE_SHIFT,
     ask_ahead,
     byte_floats,
+    bytes_to_line,
     fetch,
     get,
     load,
@@ -40,6 +41,7 @@ from qwenc.kernels.wide import F32, F32X16, I32, I32X16, I64, LANES, Value
 
 __all__ = [  # of simd_memory, to be had here too
     "ask_ahead",
+    "bytes_to_line",
     "fetch",
     "get",
     "load",

@@ -81,6 +81,17 @@ def put(typingctx, array, index, value):
 
 
 @intrinsic
+def bytes_to_line(typingctx, array):
+    """How many bytes after the beginning of an array the next cache line begins."""
+
+    def codegen(context, builder, sig, values):
+        address = builder.ptrtoint(pointer_to(context, builder, sig.args[0], values[0], I64(0)), I64)
+        return builder.and_(builder.neg(address), I64(63))
+
+    return types.intp(array), codegen
+
+
+@intrinsic
 def ask_ahead(typingctx, array, index):
     """Ask for the cache line that holds element `index`, which may lie anywhere."""
 

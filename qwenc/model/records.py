@@ -143,7 +143,7 @@ def new_buffers(
         ffn=f32(tokens * dense_width),
         expert_ffn=f32(places * expert_width),  # of its own: what pads a row must stay zero
         logits=f32(tokens if all_logits else 1, padded_rows(weights.lm_head)),
-        acts=acts_of(is_quantised(weights.qkv), 0 if decode else acts, 1),
+        acts=on_lines(acts_of(is_quantised(weights.qkv), 0 if decode else acts, 1)),
         part_o=f32(parts, group, shape.head_room),
         part_m=f32(parts, group),
         part_l=f32(parts, group),
@@ -160,6 +160,16 @@ def new_buffers(
         kept=np.zeros((shape.layers * shape.kv_heads, kept_blocks), np.uint8),
         mass=f32(shape.layers * shape.kv_heads, kept_blocks),
     )
+
+
+def on_lines(acts: Acts) -> Acts:
+    """The same, each array beginning at a cache line: rows of a line are read twice as fast."""
+    aligned = []
+    for array in acts:
+        room = np.zeros(array.nbytes + 64, np.uint8)
+        first = -room.ctypes.data % 64
+        aligned.append(room[first : first + array.nbytes].view(array.dtype))
+    return Acts(*aligned)
 
 
 def padded_rows(matrix: Any) -> int:
