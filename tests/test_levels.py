@@ -72,6 +72,25 @@ def test_levels_follow_the_features(monkeypatch, features, expected):
     assert level.choose_level().name == expected
 
 
+@pytest.mark.parametrize(("granted", "expected"), [(True, "amx"), (False, "avx512")])
+def test_tiles_are_used_where_the_system_grants_them(monkeypatch, granted, expected):
+    """A container may know of AMX and refuse its registers: the first instruction would end the process."""
+    from qwenc.kernels import level
+
+    monkeypatch.setattr(level.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(level, "may_use_tiles", lambda: granted)
+    monkeypatch.setenv("NUMBA_CPU_FEATURES", "+avx512f,+avx512bw,+avx512vl,+avx512vnni,+amx-tile,+amx-int8")
+    monkeypatch.delenv("QWENC_SIMD", raising=False)
+    assert level.choose_level().name == expected
+
+
+def test_no_tiles_but_on_linux(monkeypatch):
+    from qwenc.kernels import level
+
+    monkeypatch.setattr(level.platform, "system", lambda: "Darwin")
+    assert not level.may_use_tiles()
+
+
 @pytest.mark.parametrize(("features", "expected"), [("+neon,+dotprod", "neon"), ("+neon", "plain")])
 def test_arm_needs_the_dot_product(monkeypatch, features, expected):
     from qwenc.kernels import level

@@ -126,7 +126,10 @@ def may_use_tiles() -> bool:
     """Ask the system for the tile registers, which it hands out per process since their state is large. For all threads, once."""
     if platform.system() != "Linux":
         return False
-    return ctypes.CDLL(None).syscall(ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0
+    try:
+        return ctypes.CDLL(None).syscall(ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0
+    except (OSError, AttributeError):  # a C library that is no Linux one's
+        return False
 
 
 def choose_level() -> Level:
