@@ -100,6 +100,11 @@ def named_features() -> str | None:
     return "" if named is None and os.environ.get("NUMBA_CPU_NAME") else named
 
 
+def named_cpu() -> str:
+    """The CPU as LLVM calls it, or as the user names it for Numba."""
+    return os.environ.get("NUMBA_CPU_NAME") or llvm.get_host_cpu_name()
+
+
 def arm_features() -> frozenset[str]:
     """What an Arm system tells of HWCAP_BITS. Numba has to be told of them: see kernels/jit.py."""
     if platform.machine().lower() not in ARM:

@@ -14,12 +14,14 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from qwenc.kernels.emit import Emitter, two_pieces
+from qwenc.kernels.level import LEVEL, named_cpu
 from qwenc.kernels.vector import pointer_to
 from qwenc.kernels.wide import I64, LANES, Accumulators, Value, Wide
 
 # Bytes of codes that one token's matrices are fetched ahead: a page, since the core's own prefetcher stops at the end of each. It makes
-# decode 10 % quicker (docs/benchmarks.md).
+# decode 10 % quicker. Into which cache: Intel's cores read 8 to 11 % faster by way of the second (docs/benchmarks.md).
 AHEAD = 4096
+AHEAD_CACHE = 2 if LEVEL.x86 and not named_cpu().startswith("znver") else 1
 GROUP = 32  # weights and activations that share a scale
 PIECES_TOP = np.float32(16319.0)  # 128·127 + 63: the largest value in two signed pieces, 128·high + low
 
@@ -149,8 +151,8 @@ def make_linear(fmt: str, tokens: int, ahead: int = 0) -> Any:
                 pointers = {name: e.at(base, builder.mul(loop.index, I64(step))) for name, (base, step) in bases.items()}
                 if ahead:
                     for line in range(0, group_bytes, 64):
-                        e.prefetch(e.at(pointers["codes"], ahead + line), cache=1)
-                    e.prefetch(e.at(pointers["scales"], ahead * 2 * LANES // group_bytes), cache=1)
+                        e.prefetch(e.at(pointers["codes"], ahead + line), cache=AHEAD_CACHE)
+                    e.prefetch(e.at(pointers["scales"], ahead * 2 * LANES // group_bytes), cache=AHEAD_CACHE)
                 for part, sums in slices:
                     group_sums = sum_group(part, pointers.__getitem__, tokens)
                     weight_scale = part.load_half(pointers["scales"])
