@@ -104,22 +104,22 @@ def coarse_ranges(unit):
 
 
 def four_bits(x):
-    """x [tokens, dims]: per token in groups of 32 dimensions; steps in one byte, centres in eighths of them."""
+    """x [tokens, dims]: per token in groups of 32 dimensions; steps in one byte, centres in halves of them."""
     out = np.empty(x.shape)
     for first in range(0, x.shape[1], 32):
         group = x[:, first : first + 32].astype(np.float64)
         low, high = group.min(1, keepdims=True), group.max(1, keepdims=True)
         middle = (low + high) / 2
-        step = float_of_a_byte(np.maximum((high - low) / 15, np.abs(middle) * 8 / 127))
-        low = (np.clip(np.rint(8 * middle / step), -127, 127) / 8 - 7.5) * step
+        step = float_of_a_byte(np.maximum((high - low) / 15, np.abs(middle) * 2 / 127))
+        low = (np.clip(np.rint(2 * middle / step), -127, 127) / 2 - 7.5) * step
         out[:, first : first + 32] = low + step * np.clip(np.rint((group - low) / step), 0, 15)
     return out
 
 
 def float_of_a_byte(x):
     """The nearest number with 3 bits of mantissa after the first, 2^-20 or more."""
-    power = 2.0 ** np.floor(np.log2(np.maximum(x, 2.0**-20)))
-    return np.floor(np.maximum(x, 2.0**-20) / power * 8 + 0.5) / 8 * power
+    power = 2.0 ** np.floor(np.log2(np.maximum(x, 2.0**-18)))
+    return np.floor(np.maximum(x, 2.0**-18) / power * 8 + 0.5) / 8 * power
 
 
 def coded_keys(kv, keys):
@@ -212,6 +212,30 @@ def test_constant_vectors(fill_value):
     out = np.empty((1, 32), np.float32)
     attend(cache, 1, 2, q, np.array([40]), out)
     np.testing.assert_allclose(out, fill_value, rtol=2e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("kv", KINDS)
+@pytest.mark.parametrize(("keys", "bad"), [(40, np.nan), (40, np.inf), (300, np.nan)])
+def test_a_bad_key_shows_where_nothing_else_is_seen_before_it(kv, keys, bad):
+    """With keys of 5 bits it spoils the scores of its whole unit: a segment of NaN only was taken for one that nobody sees."""
+    cache, q, k, v = case(kv, 2, 32, keys)
+    k[: 5 if keys < 256 else 256, 3] = bad
+    fill(cache, 1, 2, k, v)
+    out = np.zeros((2, 32), np.float32)
+    attend(cache, 1, 2, q, np.array([keys, keys]), out)
+    assert np.isnan(out).any(axis=1).all()
+
+
+@pytest.mark.parametrize("kv", ["k8v4", "q4"])
+@pytest.mark.parametrize(("middle", "width", "least"), [(0.0, 0.0, 1e-9), (3.0, 0.1, 0.02), (10.0, 0.1, 0.06), (28000.0, 0.0, 250.0)])
+def test_values_far_from_zero(kv, middle, width, least):
+    """Their centre has 8 bits: a group that is far from zero for its width is off by a part of a step of 127."""
+    cache, q, k, v = case(kv, 1, 32, 400)
+    v[:] = middle + width * v
+    fill(cache, 1, 2, k, v)
+    out = np.zeros((1, 32), np.float32)
+    attend(cache, 1, 2, q, np.array([400]), out)
+    assert np.abs(out - oracle(q, k, v, [400])).max() <= least
 
 
 @pytest.mark.parametrize("kv", KINDS)

@@ -44,7 +44,7 @@ def test_info_of_a_folder(cli, tiny):
     expected = {
         **{"model": str(tiny), "packed": None, "model_type": "qwen3", "num_hidden_layers": 2, "head_dim": 10, "vocab_size": 640},
         **{"tokenizer_size": TOKENS + 6, "eos_ids": [TOKENS, TOKENS + 2], "chat_template": True, "thinking_switch": True, "context": 4096},
-        **{"kv_bytes_per_token": {"q8": 160, "k8v4": 160, "q4": 120, "f32": 512}, "moe": None, "vision_skipped": False},
+        **{"kv_bytes_per_token": {"q8": 160, "k8v4": 152, "q4": 124, "f32": 512}, "moe": None, "vision_skipped": False},
     }
     assert {name: record[name] for name in expected} == expected
     assert cli("info", "-m", tiny, "--json")[1] == out

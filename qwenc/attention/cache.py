@@ -64,9 +64,9 @@ class Q5K(NamedTuple):
 
 
 class Q4V(NamedTuple):
-    """Values of 4 bits, step·(centre/8 + code − 7.5): codes uint8 […, 256·16·groups] as [tile][group][4 cells][16][4 tokens], a group being
+    """Values of 4 bits, step·(centre/2 + code − 7.5): codes uint8 […, 256·16·groups] as [tile][group][4 cells][16][4 tokens], a group being
     32 dimensions, d in the lower and d + 16 in the upper half of a byte; centre int8, step uint8 […, 256·groups] as [tile][group][16
-    tokens]. A step is a float of 5 bits of exponent and 3 of mantissa, (1 + mantissa/8)·2^(exponent − 20); 255 is NaN."""
+    tokens]. A step is a float of 5 bits of exponent and 3 of mantissa, (1 + mantissa/8)·2^(exponent − 18); 255 is NaN."""
 
     codes: np.ndarray
     centre: np.ndarray

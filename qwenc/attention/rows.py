@@ -192,10 +192,15 @@ def softmax_segment(r, row, start, tiles):
             simd.store(r.s, at + 16 * i, s)
         top = simd.larger(s, top)  # a NaN shows in the sum
     new = simd.lane_max(top)
-    if new == NO_SCORE:
+    if new == NO_SCORE:  # nothing was visible, or what was is no number
         r.decay[row] = np.float32(1.0)
+        whole = simd.splat(np.float32(0.0))
         for i in range(tiles):
+            whole = simd.add(whole, simd.load(r.s, at + 16 * i))
             simd.store(r.s, at + 16 * i, simd.splat(np.float32(0.0)))
+        bad = simd.lane_sum(whole)
+        if bad != bad:
+            r.total[row] = bad
         return
     shift = simd.splat(new)
     total = simd.splat(np.float32(0.0))

@@ -137,11 +137,13 @@ def write_q4_value(v, slot, x, x_at, head_dim, r):
         bottom = -simd.lane_max(simd.maximum(simd.sub(simd.splat(np.float32(0.0)), first), simd.sub(simd.splat(np.float32(0.0)), second)))
         middle = np.float32(0.5) * (bottom + top)
         range_at = (slot // 16) * 16 * groups + 16 * group + slot % 16
-        step = store_step(v.step, range_at, max((top - bottom) * np.float32(1 / 15), abs(middle) * np.float32(8 / 127)))
+        step = store_step(v.step, range_at, max((top - bottom) * np.float32(1 / 15), abs(middle) * np.float32(2 / 127)))
         inverse = np.float32(1.0) / step
-        eighths = min(max(np.rint(np.float32(8.0) * middle * inverse), np.float32(-127.0)), np.float32(127.0))
-        simd.put(v.centre, range_at, np.int8(eighths))
-        low, factor = simd.splat((np.float32(0.125) * eighths - np.float32(7.5)) * step), simd.splat(inverse)
+        halves = min(max(np.rint(np.float32(2.0) * middle * inverse), np.float32(-127.0)), np.float32(127.0))
+        if top == bottom == 0:  # which code 7 then is
+            halves = np.float32(1.0)
+        simd.put(v.centre, range_at, np.int8(halves))
+        low, factor = simd.splat((np.float32(0.5) * halves - np.float32(7.5)) * step), simd.splat(inverse)
         store_codes(codes, 0, simd.mul(simd.sub(first, low), factor))
         store_codes(codes, 16, simd.mul(simd.sub(second, low), factor))
         code_at = ((slot // 16) * groups + group) * 256 + (slot % 16) // 4 * 64 + slot % 4

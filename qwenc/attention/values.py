@@ -156,10 +156,10 @@ def weigh_two(v, r, row_a, row_b, group, groups, start, tiles):
     none = simd.splat(np.float32(0.0))
     top_a = top_b = total_a = total_b = none
     limit = min(r.limit[row_a], r.limit[row_b])
-    eighth, middle = simd.splat(np.float32(0.125)), simd.splat(np.float32(-7.5))
+    half, middle = simd.splat(np.float32(0.5)), simd.splat(np.float32(-7.5))
     for i in range(tiles):
         at = (r.at[start + i] // 16 * groups + group) * 16
-        low = simd.fma(simd.load_bytes(v.centre, at), eighth, middle)  # in steps
+        low = simd.fma(simd.load_bytes(v.centre, at), half, middle)  # in steps
         step = simd.load_byte_floats(v.step, at)
         a, b = simd.load(r.s, row_a * S_ROW + 16 * i), simd.load(r.s, row_b * S_ROW + 16 * i)
         of_a, of_b = simd.mul(a, step), simd.mul(b, step)

@@ -86,7 +86,7 @@ def float_of_bits(b, bits):
 
 @operation(types.float32, types.int64)
 def byte_float(b, code):
-    """What a code of 8 bits means: 5 bits of exponent and 3 of mantissa, (1 + mantissa/8)·2^(exponent − 20); 255 is NaN."""
+    """What a code of 8 bits means: 5 bits of exponent and 3 of mantissa, (1 + mantissa/8)·2^(exponent − 18); 255 is NaN."""
     return byte_floats(b, b.trunc(code, I32))
 
 

@@ -15,7 +15,7 @@ from qwenc.kernels.vector import constant, f32x16, pointer_to, rounded
 from qwenc.kernels.wide import F32, F32X16, I8, I16X16, I32, I32X16, I64, LANES, Value
 
 BYTE_SHIFT = 20  # bits of a float's mantissa that a float of a byte has not
-BYTE_ONE = (127 - 20) << 3  # what its exponent lacks
+BYTE_ONE = (127 - 18) << 3  # what its exponent lacks
 BYTE_NAN = 255
 
 
@@ -171,7 +171,7 @@ def load_byte_floats(typingctx, array, index):
 
 
 def byte_floats(b: ir.IRBuilder, codes: Value) -> Value:
-    """Codes (one or many, i32) of 5 bits of exponent and 3 of mantissa, (1 + mantissa/8)·2^(exponent − 20), as floats; 255 is NaN."""
+    """Codes (one or many, i32) of 5 bits of exponent and 3 of mantissa, (1 + mantissa/8)·2^(exponent − 18), as floats; 255 is NaN."""
     many = isinstance(codes.type, ir.VectorType)
     c = (lambda value: constant(value, I32X16)) if many else I32
     bits = b.shl(b.add(codes, c(BYTE_ONE)), c(BYTE_SHIFT))
