@@ -74,6 +74,20 @@ def test_the_ways_to_name_a_kv_cache(cli, args, kv):
 
 
 @pytest.mark.parametrize(
+    ("variable", "args", "kv"),
+    [
+        ({"QWENC_KV": "q8"}, ("--kv-q4",), "q4"),
+        ({"QWENC_KV_Q4": "1"}, ("--kv", "q8"), "q8"),
+        ({"QWENC_KV": "f32"}, ("-ctk", "q8_0", "-ctv", "q4_0"), "k8v4"),
+        ({"QWENC_KV_Q4": "1"}, (), "q4"),
+    ],
+)
+def test_a_cache_that_is_typed_wins_over_variables(cli, variable, args, kv):
+    code, _, _ = cli("hi", *args, env={"QWENC_MODEL": "E", **variable})
+    assert code == 0 and asked("load")["kv"] == kv
+
+
+@pytest.mark.parametrize(
     ("args", "message"),
     [
         (("-ctk", "f16", "-ctv", "q8_0"), "no KV cache of -ctk f16 -ctv q8_0"),

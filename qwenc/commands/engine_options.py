@@ -13,6 +13,7 @@ from qwenc.errors import UsageError
 from qwenc.settings import KV_TYPES, SPARSE_SCORES, WMODES, Settings
 
 LLAMA_KV = {("q8_0", "q8_0"): "q8", ("q8_0", "q4_0"): "k8v4", ("q4_0", "q4_0"): "q4", ("f32", "f32"): "f32"}
+KV_OPTIONS = ("kv", "kv_q4", "cache_type_k", "cache_type_v")
 LLAMA_TYPES = ("q8_0", "q4_0", "f32", "f16", "bf16", "q4_1", "q5_0", "q5_1", "iq4_nl")
 
 _OPTIONS = (
@@ -74,7 +75,10 @@ def engine_settings(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def kv_type(values: Mapping[str, Any]) -> str:
-    """The one KV type that --kv, --kv-q4 and llama.cpp's pair of options ask for."""
+    """The one KV type that --kv, --kv-q4 and llama.cpp's pair of options ask for. What is typed wins over variables."""
+    context = click.get_current_context(silent=True)
+    typed = {name for name in KV_OPTIONS if context and context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE}
+    values = {name: values[name] if name in typed or not typed else None for name in KV_OPTIONS}
     k, v = values["cache_type_k"], values["cache_type_v"]
     asked = [values["kv"]] if values["kv"] else []
     if values["kv_q4"]:
@@ -83,7 +87,8 @@ def kv_type(values: Mapping[str, Any]) -> str:
         pair = (k or "f16", v or "f16")  # llama.cpp's own default
         if pair not in LLAMA_KV:
             known = ", ".join(f"-ctk {a} -ctv {b}" for a, b in LLAMA_KV)
-            raise UsageError(f"there is no KV cache of -ctk {pair[0]} -ctv {pair[1]} here (there are: {known})")
+            default = "" if k and v else " (f16 is what llama.cpp takes for the one that is not given)"
+            raise UsageError(f"there is no KV cache of -ctk {pair[0]} -ctv {pair[1]} here{default}; there are: {known}")
         asked.append(LLAMA_KV[pair])
     if len(set(asked)) > 1:
         raise UsageError(f"--kv, --kv-q4 and -ctk/-ctv ask for different KV caches: {', '.join(dict.fromkeys(asked))}")
