@@ -11,6 +11,7 @@ import qwenc
 from qwenc.errors import UsageError
 from qwenc.kv_store.arrays import common_prefix, usable
 from qwenc.kv_store.saved import Damaged, SavedFile, save
+from qwenc.kv_store.stores import first_difference
 from qwenc.report import Reporter
 
 GOLDENS = Path(__file__).parent / "data" / "goldens"
@@ -172,6 +173,15 @@ def test_prompt_cache_saves_restores_and_says_what_it_cannot_use(tmp_path, cold)
     with load(tmp_path, listener, prompt_cache=str(path)) as engine:
         assert generate(engine, IDS[:600]) == (cold[600], 600)
     assert "made with another kv" in listener.notes[-1]
+
+
+def test_what_differs_is_told_by_its_cause():
+    """The mini-batch counts only while attention is sparse, so it differed too, and came first in the alphabet."""
+    sparse = {"kv": "q4", "prefill_batch": 256, "sparse_attn": True, "sparse_k": 32}
+    assert first_difference(sparse, {"kv": "q4", "sparse_attn": False}) == "sparse_attn"
+    assert first_difference(sparse, {"kv": "q4"}) == "sparse_attn"
+    assert first_difference(sparse, sparse | {"sparse_k": 8}) == "sparse_k"
+    assert first_difference(sparse, dict(sparse)) == ""
 
 
 def test_another_model_is_another_identity(tmp_path, cold):

@@ -22,6 +22,12 @@ WORTH = 256  # tokens computed that make a prompt worth saving
 Note = Callable[[str], None]
 
 
+def first_difference(one: dict[str, Any], other: dict[str, Any]) -> str:
+    """A name under which two identities differ, "" if they do not: sparse attention before what counts only with it."""
+    names = {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
+    return "sparse_attn" if "sparse_attn" in names else min(names, default="")
+
+
 class PromptFile:
     """One saved prompt in the file `path`. What cannot be used or written is said through `note`, and never ends a run.
 
@@ -46,11 +52,11 @@ class PromptFile:
         except Damaged as error:
             self._note(f"--prompt-cache {error}; the prompt is computed")
             return None
-        for name in sorted(saved.identity.keys() | self._identity.keys()):
-            if saved.identity.get(name) != self._identity.get(name):
-                self._note(f"--prompt-cache {self._path}: was made with another {name}; the prompt is computed")
-                saved.close()
-                return None
+        name = first_difference(saved.identity, self._identity)
+        if name:
+            self._note(f"--prompt-cache {self._path}: was made with another {name}; the prompt is computed")
+            saved.close()
+            return None
         self._held, self._shared = saved.ids, common_prefix(saved.ids, ids)
         if not self._written and self._shared < min(len(ids), len(self._held)):
             self._note(f"--prompt-cache {self._path}: shares {self._shared} of its {len(self._held)} tokens with this prompt")
