@@ -206,6 +206,14 @@ def test_tables_beside_the_reference(cli):
     assert "o exact: 0.1" in out and "x sparse" in out  # the chart's legend
 
 
+def test_arms_that_never_chose_blocks_are_named(cli):
+    """Short contexts are exact bit for bit: a table of ×1.00 beside "sparse" looked like a measurement of it."""
+    _, _, err = cli("sweep", "-m", "M", "--n", "506,2046", "--decode", "2", "-r", "1")
+    assert "too short for a choice, so sparse decoded exactly: 506" in " ".join(err)
+    _, _, err = cli("sweep", "-m", "M", "--n", "2046", "--decode", "2", "-r", "1")
+    assert "too short" not in " ".join(err)
+
+
 def test_mistakes_are_one_line(cli, tmp_path):
     short = tmp_path / "short.txt"
     short.write_text("short")

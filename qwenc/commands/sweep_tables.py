@@ -49,11 +49,15 @@ def tables(rows: Sequence[Row], form: str) -> list[str]:
 
 def legend(study: Any) -> str:
     """What the table's numbers are, in one line."""
+    from qwenc.study.arms import always_exact
+
     plan = study.plan
+    short = {arm.label: [f"{n:,}" for n in plan.lengths if always_exact(arm.settings, n + plan.decode)] for arm in plan.arms}
+    same = "".join(f"; too short for a choice, so {label} decoded exactly: {', '.join(at)}" for label, at in short.items() if at)
     repeats = "one measurement" if plan.repeats == 1 else f"medians of {plan.repeats} (lowest–highest)"
     return (
         f"{study.source}; {repeats}; decode: medians over {plan.decode} tokens after n; × exact: times faster than the first exact arm of "
-        "the same weights and threads, KL and same top against it; = is the prefill of an arm above"
+        f"the same weights and threads, KL and same top against it; = is the prefill of an arm above{same}"
     )
 
 

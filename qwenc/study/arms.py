@@ -44,6 +44,13 @@ def prefill_key(settings: Settings, tokens: int) -> tuple:
     return same if sparse is None or why_exact(sparse, tokens) else (*same, sparse)
 
 
+def always_exact(settings: Settings, tokens: int) -> bool:
+    """Whether decode up to a context of that many tokens is exact though sparse attention is on."""
+    from qwenc.model.sparse_plan import make_sparse, why_exact
+
+    return is_sparse(settings) and bool(why_exact(make_sparse(settings, prefill=False), tokens))
+
+
 def is_sparse(settings: Settings) -> bool:
     return settings.sparse_attn
 
