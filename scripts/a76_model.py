@@ -34,7 +34,7 @@ LAYER_MATRICES = {"qkv": (4096, HIDDEN), "o": (HIDDEN, HIDDEN), "gate_up": (2 * 
 WEIGHT_BYTES = {"q4": 4.5 / 8, "q8": 8.5 / 8}
 BATCH = 256  # prompt tokens that read the weights once
 # bytes of a token and kv head in the cache: codes and scales of K and V
-KV_BYTES = {"q8": 2 * (HEAD_DIM + 4), "q4": (64 + 2 * 2 * HEAD_DIM / 32) + (64 + 4 * HEAD_DIM / 32)}
+KV_BYTES = {"q8": 2 * (HEAD_DIM + 4), "q4": (5 * HEAD_DIM / 8 + (1.5 * HEAD_DIM + 8) / 32) + (HEAD_DIM / 2 + HEAD_DIM / 16)}
 UNIT = 32  # keys that share a centre and a step in the plane that blocks are ranked by
 LOOK_BYTES, SCAN_BYTES = (HEAD_DIM + HEAD_DIM / 2 + 8) / UNIT, HEAD_DIM / 4  # centre, step, scales; 2-bit codes, of a key
 KEPT = 32 * 32  # keys attended to
