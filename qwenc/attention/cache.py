@@ -8,7 +8,7 @@ Tokens lie in tiles of 16, as the kernels read them (kernels/attention_tiles.py)
 looks through, have one range per channel in each unit of 32 tokens; a unit gets its codes when it is full.
 
 "q4" is 4 bits a number and their ranges in float16 by size: 160 bytes for a key and a value of 128 dimensions. Ranges in single bytes make
-room for a fifth bit of the keys, whose error is what costs quality: half the KL of 4 bits for both.
+room for a fifth bit of the keys, whose error costs more: two thirds to four fifths of the KL of 4 bits for both.
 """
 
 from __future__ import annotations
@@ -165,6 +165,12 @@ def bytes_per_token(kv: str, layers: int, kv_heads: int, head_dim: int, *, spars
 def slot_of(layers, kv_heads, first_page, layer, head, position):
     """Where the token at `position` lies in every array of the cache. first_page: where the sequence begins."""
     return (((first_page + position // PAGE) * layers + layer) * kv_heads + head) * PAGE + position % PAGE
+
+
+@inlined
+def scales_at(unit):
+    """Where the scale of a unit's centres lies in Plane.scale and Q5K.scale; that of its steps is 8 further."""
+    return unit // UNITS * 2 * UNITS + unit % UNITS
 
 
 def _reserve(shape: tuple[int, ...], dtype: type) -> np.ndarray:

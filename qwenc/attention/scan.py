@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from qwenc.attention.attend import is_staged
-from qwenc.attention.cache import PAGE, TILE, UNIT, UNITS
+from qwenc.attention.cache import PAGE, TILE, UNIT, UNITS, scales_at
 from qwenc.attention.rows import NO_SCORE, S_ROW, pad_list, rows_at_once
 from qwenc.attention.scores import score_int8, score_tiles
 from qwenc.kernels import simd
@@ -57,7 +57,7 @@ def fold_page(plane, c, rows, slot, unit):
             fold_steps(plane.step, page, strips, c.q16, first + lane, c.folded, out, width * PLANE_ROW)
         first += width
     for place in range(UNITS):
-        step_scale = CODE_STEP * np.float32(4096.0) * simd.get(plane.scale, page * 2 * UNITS + UNITS + place)  # 2^15/8
+        step_scale = CODE_STEP * np.float32(4096.0) * simd.get(plane.scale, scales_at(page * UNITS + place) + UNITS)  # 2^15/8
         for row in range(rows):
             c.folded_scale[place * rows + row] = c.q16s[row] * step_scale
             c.folded_bias[place * rows + row] = c.mid[row, unit + place] - CODE_MIDDLE * c.tilt[row, unit + place]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from qwenc.attention.ahead import ask_key_ranges, ask_value_ranges
-from qwenc.attention.cache import Q4V, Q5K, UNIT, UNITS, FloatKV
+from qwenc.attention.cache import Q4V, Q5K, UNIT, UNITS, FloatKV, scales_at
 from qwenc.attention.overloads import is_record
 from qwenc.attention.rows import S_ROW, TINY, rows_at_once, split_queries
 from qwenc.kernels import simd
@@ -189,5 +189,5 @@ def channel_steps(k, unit, head_dim, d):
 @inlined
 def channel_scales(k, unit):
     """Scales of the centres and of the steps of codes."""
-    at = unit // UNITS * 2 * UNITS + unit % UNITS
+    at = scales_at(unit)
     return simd.get(k.scale, at), simd.get(k.scale, at + UNITS) * STEP

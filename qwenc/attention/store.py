@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import types
 
-from qwenc.attention.cache import Q4V, Q5K, UNIT, UNITS, FloatKV, Int8K
+from qwenc.attention.cache import Q4V, Q5K, UNIT, UNITS, FloatKV, Int8K, scales_at
 from qwenc.attention.overloads import is_record
 from qwenc.kernels import simd
 from qwenc.kernels.attention_tiles import LAST_AT, LOWER_AT
@@ -171,11 +171,9 @@ def store_step(steps, at, step):
 def code_keys(k, plane, slot, stage, stage_slot, head_dim, r):
     """Codes of the 32 keys in `stage`, and what the plane has of its own."""
     code_unit(stage, stage_slot, slot, head_dim, k.upper, k.lower, k.last, k.centre, k.step, k.scale, r)
-    at = slot // UNIT // UNITS * 2 * UNITS + slot // UNIT % UNITS
+    at = scales_at(slot // UNIT)
     copy_scales(k.scale, plane, at)
-    bad = np.float32(0.0)
-    for t in range(UNIT):
-        bad += simd.get(stage.scale, stage_slot + t) * np.float32(0.0)
+    bad = defect_of(stage, stage_slot)
     for i in (at, at + UNITS):
         simd.put(k.scale, i, simd.get(k.scale, i) + bad)
 
@@ -242,11 +240,18 @@ def code_unit(keys, key_slot, slot, head_dim, upper, lower, last, centre, step, 
 
 
 @helper
-def measure_unit(keys, key_slot, head_dim, lows, mosts):
-    """Smallest and largest value of every channel; 0 where a key is not finite."""
+def defect_of(keys, key_slot):
+    """0, or NaN if one of the 32 keys from key_slot on (Int8K) is not finite."""
     bad = np.float32(0.0)
     for t in range(UNIT):
         bad += simd.get(keys.scale, key_slot + t) * np.float32(0.0)
+    return bad
+
+
+@helper
+def measure_unit(keys, key_slot, head_dim, lows, mosts):
+    """Smallest and largest value of every channel; 0 where a key is not finite."""
+    bad = defect_of(keys, key_slot)
     for channel in range(head_dim):
         least, most = np.float32(np.inf), np.float32(-np.inf)
         for t in range(UNIT):
@@ -269,8 +274,8 @@ def write_ranges(lows, mosts, unit, head_dim, centre, step, scale):
         most_centre, most_step = max(most_centre, abs(middle)), max(most_step, mosts[d])
     page, place = unit // UNITS, unit % UNITS
     of_centre, of_step = most_centre * np.float32(1 / 127), most_step * np.float32(1 / 15.5)
-    simd.put(scale, page * 2 * UNITS + place, of_centre)
-    simd.put(scale, page * 2 * UNITS + UNITS + place, of_step)
+    simd.put(scale, scales_at(unit), of_centre)
+    simd.put(scale, scales_at(unit) + UNITS, of_step)
     to_centre = np.float32(127.0) / most_centre if most_centre > 0 else np.float32(0.0)
     to_step = np.float32(15.5) / most_step if most_step > 0 else np.float32(0.0)
     for strip in range(head_dim // 16):

@@ -29,13 +29,13 @@ ROOMS = 4  # for the sums of groups: a pair is scaled while the next is multipli
 
 
 def make_linear_tiles(pieces: int) -> Any:
-    """tile(codes, codes_at, scales, scales_at, x, xs, tile_at, groups, out, out_at): 16 rows × 16 tokens, as make_linear of
-    linear_tiles.py, but that codes are signed bytes [groups][8 cells][16 rows][4] and x int8 [tile][groups][pieces][16 tokens][32]."""
+    """The tile of make_linear (linear_tiles.py) for 16 rows × 16 tokens, but that codes are signed bytes [groups][8 cells][16 rows][4], x
+    is int8 [tile][groups][pieces][16 tokens][32], and xo is not looked at."""
 
     @intrinsic
-    def tile(typingctx, codes, codes_at, scales, scales_at, x, xs, tile_at, groups, out, out_at):
+    def tile(typingctx, codes, codes_at, scales, scales_at, x, xs, xo, tile_at, groups, out, out_at):
         def codegen(context, builder, sig, values):
-            codes_v, codes_at_v, scales_v, scales_at_v, x_v, xs_v, tile_v, groups_v, out_v, out_at_v = values
+            codes_v, codes_at_v, scales_v, scales_at_v, x_v, xs_v, _, tile_v, groups_v, out_v, out_at_v = values
             e = Emitter(builder)
             first = builder.mul(builder.mul(tile_v, groups_v), I64(TOKENS))
             bases = {
@@ -80,13 +80,13 @@ def make_linear_tiles(pieces: int) -> Any:
                 last = builder.sub(groups_v, I64(1))
                 multiply(last, 0)
                 scale(last)
-            out_p = pointer_to(context, builder, sig.args[8], out_v, out_at_v)
+            out_p = pointer_to(context, builder, sig.args[9], out_v, out_at_v)
             for t in range(TOKENS):
                 e.store(sums.get(t), out_p, 4 * LANES * t)
             return context.get_dummy_value()
 
         at = types.intp
-        return types.void(codes, at, scales, at, x, xs, at, at, out, at), codegen
+        return types.void(codes, at, scales, at, x, xs, xo, at, at, out, at), codegen
 
     return tile
 
@@ -141,25 +141,3 @@ def _room(builder: ir.IRBuilder, size: int) -> Value:
     room = cgutils.alloca_once(builder, ir.ArrayType(I8, size))
     room.align = 64
     return builder.bitcast(room, I8.as_pointer())
-
-
-@intrinsic
-def open_signed(typingctx, codes, codes_at, groups, room, room_at):
-    """The 4-bit codes of a row tile, `groups` groups from codes[codes_at] on, less 8, to a byte each in room
-    [groups][8 cells][64] from room_at on."""
-
-    def codegen(context, builder, sig, values):
-        e = Emitter(builder)
-        packed = pointer_to(context, builder, sig.args[0], values[0], values[1])
-        opened = pointer_to(context, builder, sig.args[3], values[3], values[4])
-        eight = e.constant(e.i8, 8)
-        with cgutils.for_range(builder, values[2]) as loop:
-            source = e.at(packed, builder.mul(loop.index, I64(GROUP_BYTES // 2)))
-            target = e.at(opened, builder.mul(loop.index, I64(GROUP_BYTES)))
-            for cell in range(4):
-                both = e.load(source, e.i8, 64 * cell)
-                e.store(e.each(builder.sub, e.low_nibbles(both), eight), target, 64 * cell)
-                e.store(e.each(builder.sub, e.high_nibbles(both), eight), target, 64 * (cell + 4))
-        return context.get_dummy_value()
-
-    return types.void(codes, types.intp, types.intp, room, types.intp), codegen

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import types
 
 from qwenc.kernels import simd
-from qwenc.kernels.amx import make_linear_tiles, open_signed, shape_tiles
-from qwenc.kernels.jit import by_type, helper
+from qwenc.kernels.amx import make_linear_tiles, shape_tiles
+from qwenc.kernels.jit import by_type, helper, inlined
 from qwenc.kernels.level import LEVEL
-from qwenc.kernels.linear_tiles import AHEAD, GROUP, PIECES_TOP, make_linear, make_linear_f32, open_codes
+from qwenc.kernels.linear_tiles import AHEAD, GROUP, PIECES_TOP, make_linear, make_linear_f32, make_opener
 from qwenc.kernels.records import F32, Q4, Q8, TILE, Q8Fast
 
 # Taking 4-bit codes apart once for all tokens of a mini-batch pays where that is not hidden behind the products (docs/benchmarks.md).
@@ -17,11 +19,18 @@ from qwenc.kernels.records import F32, Q4, Q8, TILE, Q8Fast
 TILES = LEVEL.tiles
 OPENS = LEVEL.shorts or TILES
 LINE = 64  # bytes of a cache line: what is opened begins at one
-linear_q4_one, linear_q4_many = make_linear("q4", 1, AHEAD), make_linear("open" if OPENS else "q4", TILE)
-linear_q8_one, linear_q8_many = make_linear("q8", 1, AHEAD), make_linear("q8", TILE)
-linear_q8fast_one, linear_q8fast_many = make_linear("q8fast", 1, AHEAD), make_linear("q8fast", TILE)
+open_codes = make_opener(8 if TILES else 0)
+
+
+def _many(fmt: str, pieces: int = 1) -> Any:
+    """The kernel of a token tile."""
+    return make_linear_tiles(pieces) if TILES else make_linear(fmt, TILE)
+
+
+linear_q4_one, linear_q4_many = make_linear("q4", 1, AHEAD), _many("open" if OPENS else "q4")
+linear_q8_one, linear_q8_many = make_linear("q8", 1, AHEAD), _many("q8", 2)
+linear_q8fast_one, linear_q8fast_many = make_linear("q8fast", 1, AHEAD), _many("q8fast")
 linear_f32_one, linear_f32_many = make_linear_f32(1), make_linear_f32(TILE)
-linear_tiles, linear_tiles_fine = make_linear_tiles(1), make_linear_tiles(2)
 
 
 def _is(matrix: types.Type, record: type) -> bool:
@@ -75,13 +84,11 @@ def _make_ready(w, stack, tile, room):
     if not (_is(w, Q4) and OPENS):
         return lambda w, stack, tile, room: None
 
-    opener = open_signed if TILES else open_codes
-
     def run(w, stack, tile, room):
         if TILES:
             shape_tiles()
         groups = w.codes.shape[2]
-        opener(w.codes, (stack * w.codes.shape[1] + tile) * groups * w.codes.shape[3], groups, room, simd.bytes_to_line(room))
+        open_codes(w.codes, (stack * w.codes.shape[1] + tile) * groups * w.codes.shape[3], groups, room, simd.bytes_to_line(room))
 
     return run
 
@@ -123,21 +130,6 @@ def _opened(kernel):
     return run
 
 
-def _in_tiles(w):
-    """What multiplies in tile registers."""
-    kernel, opened = linear_tiles_fine if _is(w, Q8) else linear_tiles, _is(w, Q4)
-
-    def run(w, room, stack, tile, acts, token, out, out_at):
-        groups = w.codes.shape[2]
-        at = (stack * w.codes.shape[1] + tile) * groups
-        if opened:
-            kernel(room, simd.bytes_to_line(room), w.scales, at * 16, acts.codes, acts.scales, token, groups, out, out_at)
-        else:
-            kernel(w.codes, at * w.codes.shape[3], w.scales, at * 16, acts.codes, acts.scales, token, groups, out, out_at)
-
-    return run
-
-
 def _by_format(w, q4, q8, q8fast, f32):
     """What calls the kernel of the matrix's format."""
     for record, kernel in ((Q4, q4), (Q8, q8), (Q8Fast, q8fast)):
@@ -158,8 +150,6 @@ def _linear_one(w, stack, tile, acts, token, out, out_at):
 
 @by_type(linear_many)
 def _linear_many(w, room, stack, tile, acts, token, out, out_at):
-    if TILES and not _is(w, F32):
-        return _in_tiles(w)
     if _is(w, Q4) and OPENS:
         return _opened(linear_q4_many)
     run_tile = helper(_by_format(w, linear_q4_many, linear_q8_many, linear_q8fast_many, linear_f32_many))
@@ -206,14 +196,21 @@ def _prepare(w, x, x_at, acts, tokens, token):
     return run
 
 
+@inlined
+def scaled_group(x, x_at, top):
+    """32 values, scaled so that the largest magnitude among them is `top`, 16 and 16; and that magnitude."""
+    low, high = simd.load(x, x_at), simd.load(x, x_at + 16)
+    largest = simd.lane_max(simd.maximum(simd.absolute(low), simd.absolute(high)))
+    factor = simd.splat(top / largest if largest > 0 else np.float32(0.0))
+    return simd.mul(low, factor), simd.mul(high, factor), largest
+
+
 @helper
 def quantise_group(x, x_at, acts, codes_at, cell_step, place):
     """32 values to int8: scale = max|x|/127, codes written in cells of four `cell_step` bytes apart. A NaN makes the scale NaN."""
-    low, high = simd.load(x, x_at), simd.load(x, x_at + 16)
-    largest = simd.lane_max(simd.maximum(simd.absolute(low), simd.absolute(high)))
-    factor = simd.splat(np.float32(127.0) / largest if largest > 0 else np.float32(0.0))
-    total = simd.store_cells(acts.codes, codes_at, cell_step, simd.mul(low, factor))
-    total += simd.store_cells(acts.codes, codes_at + 4 * cell_step, cell_step, simd.mul(high, factor))
+    low, high, largest = scaled_group(x, x_at, np.float32(127.0))
+    total = simd.store_cells(acts.codes, codes_at, cell_step, low)
+    total += simd.store_cells(acts.codes, codes_at + 4 * cell_step, cell_step, high)
     acts.scales[place] = largest * np.float32(1 / 127)
     acts.offsets[place] = -8 * total
 
@@ -221,24 +218,20 @@ def quantise_group(x, x_at, acts, codes_at, cell_step, place):
 @helper
 def quantise_group_apart(x, x_at, acts, codes_at, piece_step, place):
     """32 values to 15 bits as quantise_group_fine does, but their high pieces side by side and the low ones `piece_step` bytes further."""
-    low, high = simd.load(x, x_at), simd.load(x, x_at + 16)
-    largest = simd.lane_max(simd.maximum(simd.absolute(low), simd.absolute(high)))
-    factor = simd.splat(PIECES_TOP / largest if largest > 0 else np.float32(0.0))
+    low, high, largest = scaled_group(x, x_at, PIECES_TOP)
     acts.offsets[2 * place] = acts.offsets[2 * place + 1] = 0  # not looked at
-    simd.store_pieces(acts.codes, codes_at, piece_step, simd.mul(low, factor), acts.offsets, 2 * place)
-    simd.store_pieces(acts.codes, codes_at + 16, piece_step, simd.mul(high, factor), acts.offsets, 2 * place)
+    simd.store_pieces(acts.codes, codes_at, piece_step, low, acts.offsets, 2 * place)
+    simd.store_pieces(acts.codes, codes_at + 16, piece_step, high, acts.offsets, 2 * place)
     acts.scales[place] = largest / PIECES_TOP
 
 
 @helper
 def quantise_group_fine(x, x_at, acts, codes_at, cell_step, place):
     """32 values to 15 bits in two signed pieces: scale = max|x|/16319, value ≈ scale·(128·high + low)."""
-    low, high = simd.load(x, x_at), simd.load(x, x_at + 16)
-    largest = simd.lane_max(simd.maximum(simd.absolute(low), simd.absolute(high)))
-    factor = simd.splat(PIECES_TOP / largest if largest > 0 else np.float32(0.0))
+    low, high, largest = scaled_group(x, x_at, PIECES_TOP)
     acts.offsets[2 * place] = acts.offsets[2 * place + 1] = 0
-    simd.store_two_pieces(acts.codes, codes_at, cell_step, simd.mul(low, factor), acts.offsets, 2 * place)
-    simd.store_two_pieces(acts.codes, codes_at + 4 * cell_step, cell_step, simd.mul(high, factor), acts.offsets, 2 * place)
+    simd.store_two_pieces(acts.codes, codes_at, cell_step, low, acts.offsets, 2 * place)
+    simd.store_two_pieces(acts.codes, codes_at + 4 * cell_step, cell_step, high, acts.offsets, 2 * place)
     acts.scales[place] = largest / PIECES_TOP
     acts.offsets[2 * place] *= -8
     acts.offsets[2 * place + 1] *= -8

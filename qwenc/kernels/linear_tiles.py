@@ -171,22 +171,26 @@ def make_linear(fmt: str, tokens: int, ahead: int = 0) -> Any:
     return tile
 
 
-@intrinsic
-def open_codes(typingctx, codes, codes_at, groups, room, room_at):
-    """The 4-bit codes of a row tile, `groups` groups from codes[codes_at] on, to a byte each in room uint8
-    [groups][8 cells][64] from room_at on."""
+def make_opener(less: int) -> Any:
+    """open(codes, codes_at, groups, room, room_at): the 4-bit codes of a row tile, `groups` groups from codes[codes_at] on, less `less`, to
+    a byte each in room uint8 [groups][8 cells][64] from room_at on."""
 
-    def codegen(context, builder, sig, values):
-        e = Emitter(builder)
-        packed = pointer_to(context, builder, sig.args[0], values[0], values[1])
-        opened = pointer_to(context, builder, sig.args[3], values[3], values[4])
-        with cgutils.for_range(builder, values[2]) as loop:
-            target = e.at(opened, builder.mul(loop.index, I64(512)))
-            for cell, nibbles in _packed_nibbles(e, e.at(packed, builder.mul(loop.index, I64(256)))):
-                e.store(nibbles, target, 64 * cell)
-        return context.get_dummy_value()
+    @intrinsic
+    def open_codes(typingctx, codes, codes_at, groups, room, room_at):
+        def codegen(context, builder, sig, values):
+            e = Emitter(builder)
+            packed = pointer_to(context, builder, sig.args[0], values[0], values[1])
+            opened = pointer_to(context, builder, sig.args[3], values[3], values[4])
+            offset = e.constant(e.i8, less)
+            with cgutils.for_range(builder, values[2]) as loop:
+                target = e.at(opened, builder.mul(loop.index, I64(512)))
+                for cell, nibbles in _packed_nibbles(e, e.at(packed, builder.mul(loop.index, I64(256)))):
+                    e.store(e.each(builder.sub, nibbles, offset), target, 64 * cell)
+            return context.get_dummy_value()
 
-    return types.void(codes, types.intp, types.intp, room, types.intp), codegen
+        return types.void(codes, types.intp, types.intp, room, types.intp), codegen
+
+    return open_codes
 
 
 def make_linear_f32(tokens: int) -> Any:
