@@ -58,7 +58,8 @@ class Engine:
         self.packed, self.settings, self.reporter = packed, replace(settings, wmode=self.wmode), reporter
         self.config = packed.config
         self.timings = Timings()  # of the generation that runs now or ran last
-        read_ahead(packed.data)
+        if packed.mapped:
+            read_ahead(packed.data)
         reading = Later(lambda: _read_tokenizer(packed))  # in Rust, while this thread imports the compiler
         choice = choose_cpus(settings.threads, settings.cpus)
         if choice.note:

@@ -11,7 +11,7 @@ WMODES = ("dual", "q4", "q8", "f32")
 KV_TYPES = ("q8", "k8v4", "q4", "f32")
 SPARSE_SCORES = ("scan", "summary", "probe", "oracle")
 # what changes how fast an answer comes, and not one bit of it
-NEUTRAL = frozenset({"threads", "pin", "prefill_batch", "offline", "prompt_cache", "disk_kv", "disk_kv_gb"})
+NEUTRAL = frozenset({"threads", "pin", "mmap", "prefill_batch", "offline", "prompt_cache", "disk_kv", "disk_kv_gb"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,8 @@ class Settings:
     kv: KV cache type; k8v4 has 8-bit keys and 4-bit values. threads: compute threads, None = the fast cores (at most 4). cpus:
     run on these, as in "4-7,9", None = the fast ones. pin: pin each thread to a core of its own.
     ctx_size: most tokens in the context, None = what the model was trained for. prefill_batch: tokens per prefill mini-batch.
-    offline: never ask the Hub.
+    mmap: use the weights where the system keeps the file; False reads them into memory of the process, on large pages. offline: never ask
+    the Hub.
 
     prompt_cache: a file that the state of the first prompt is saved in and restored from. disk_kv: a folder of such files, of at most
     disk_kv_gb gigabytes (10^9 bytes).
@@ -44,6 +45,7 @@ class Settings:
     pin: bool = True
     ctx_size: int | None = None
     prefill_batch: int = 256
+    mmap: bool = True
     offline: bool = False
     prompt_cache: str | None = None
     disk_kv: str | None = None

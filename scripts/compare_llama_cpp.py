@@ -18,6 +18,7 @@ in other Pythons: --llama-python, --ik-python, --qwenc-python, …
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -102,9 +103,12 @@ def entries(args: argparse.Namespace) -> list[Entry]:
         if kind == "qwenc":
             model = str(need_packed(args))
             for kv in args.qwenc_kv:
-                for sparse in (False, True) if args.sparse else (False,):
-                    settings = {"wmode": args.wmode, "kv": kv, "sparse_attn": sparse}
-                    found.append(Entry(kind, f"{kv} sparse" if sparse else kv, python, {"model": model, "settings": settings, **common}))
+                for mapped, sparse in itertools.product(
+                    (True, False) if args.no_mmap else (True,), (False, True) if args.sparse else (False,)
+                ):
+                    settings = {"wmode": args.wmode, "kv": kv, "sparse_attn": sparse, "mmap": mapped}
+                    label = " ".join([kv, *(["--no-mmap"] if not mapped else []), *(["sparse"] if sparse else [])])
+                    found.append(Entry(kind, label, python, {"model": model, "settings": settings, **common}))
         elif kind in PEERS:
             model = str(need_gguf(args))
             found += [Entry(kind, kv, python, {"model": model, "kv": kv, **common}) for kv in args.kv]
@@ -273,6 +277,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--kv", nargs="+", choices=("f16", "q8_0"), default=["f16", "q8_0"], help="KV types of the peers (default both)")
     parser.add_argument("--qwenc-kv", nargs="+", default=["q8"], metavar="KV", help="KV types of qwenc (default q8: exact int8)")
     parser.add_argument("--sparse", action="store_true", help="qwenc with sparse attention, too")
+    parser.add_argument(
+        "--no-mmap", action="store_true", help="qwenc with weights in memory of its own, as the peers' repacked ones are, too"
+    )
     parser.add_argument("--wmode", choices=tuple(BITS), default="q4", help="qwenc's weight format (default q4)")
     parser.add_argument("--prefill", type=int, default=512, metavar="N", help="tokens per prefill (default 512)")
     parser.add_argument("--decode", type=int, default=32, metavar="N", help="timed decode steps (default 32)")

@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("-t", "--threads", type=int, default=2)
     parser.add_argument("--wmode", help="as in qwenc run")
     parser.add_argument("--kv", default="q8", help="as in qwenc run")
+    parser.add_argument("--no-mmap", action="store_true", help="as in qwenc run")
     parser.add_argument("--depth", type=int, default=0, metavar="N", help="tokens already in the context")
     parser.add_argument("--steps", type=int, default=48, metavar="N", help="timed steps per depth")
     parser.add_argument("--fit", action="store_true", help="attention's time over the depth")
@@ -49,7 +50,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="OUT")
     args = parser.parse_args()
     deepest = max(args.depths) if args.fit else args.depth
-    settings = {"threads": args.threads, "wmode": args.wmode, "kv": args.kv, "ctx_size": deepest + args.steps + 1}
+    settings = {"threads": args.threads, "wmode": args.wmode, "kv": args.kv, "mmap": not args.no_mmap, "ctx_size": deepest + args.steps + 1}
     with qwenc.load(args.model, **settings) as engine:
         record = fit_record(engine, args) if args.fit else profile_record(engine, args)
     print(record.pop("markdown"))
@@ -81,8 +82,13 @@ def profile_record(engine: qwenc.Engine, args: argparse.Namespace) -> dict[str, 
         reads = f"{megabytes:.1f} | {megabytes / ms:.1f} | {100 * megabytes / ms / rate:.0f} %" if megabytes and ms > 0 else "| |"
         work = f"{millions:.0f} | {100 * millions / ms / peak:.0f} %" if millions and ms > 0 else "|"
         lines.append(f"| {name} | {ms:.3f} | {100 * ms / total:.1f} % | {reads} | {work} |")
-    lines.append(f"\n{1e3 / total:.1f} tok/s; {100 * bytes_read['all'] / 1e6 / total / rate:.0f} % of the stream rate.")
-    return {"markdown": "\n".join(lines), "stream_gb_s": rates, "int8_products_g_s": peak, "rows": rows}
+    here = statistics.median(stream_rate(args.threads, values=engine.packed.data))
+    used = bytes_read["all"] / 1e6 / total
+    lines.append(
+        f"\n{1e3 / total:.1f} tok/s; {100 * used / rate:.0f} % of the stream rate. The pages that the weights lie on are read at {here:.1f} "
+        f"GB/s ({100 * used / here:.0f} %)."
+    )
+    return {"markdown": "\n".join(lines), "stream_gb_s": rates, "weights_gb_s": here, "int8_products_g_s": peak, "rows": rows}
 
 
 def measure(engine: qwenc.Engine, depth: int, steps: int) -> tuple[dict[str, float], list[float]]:

@@ -18,6 +18,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 from llvmlite import ir
@@ -67,9 +68,11 @@ def make_read(streams: int, ahead: int) -> Callable[[np.ndarray, int], int]:
     return njit(nogil=True)(lambda values, first: xor_piece(values, first))
 
 
-def stream_rate(threads: int, megabytes: int = 1024, passes: int = 5) -> list[float]:
-    """GB/s of each pass, all threads together, over one array of `megabytes` MiB."""
-    values = _huge_array(max(1, (megabytes << 20) // PIECE) * PIECE)
+def stream_rate(threads: int, megabytes: int = 1024, passes: int = 5, values: np.ndarray | None = None) -> list[float]:
+    """GB/s of each pass, all threads together, over one array of `megabytes` MiB, or over the bytes `values`: whole pieces of them."""
+    if values is None:
+        values = _huge_array(max(1, (megabytes << 20) // PIECE) * PIECE)
+    values = values[: values.size // PIECE * PIECE]
     ways = [make_read(streams, ahead) for streams in (1, 4) for ahead in (0, 2048, 4096)]
     for read in ways:
         read(values, 0)
@@ -100,7 +103,7 @@ def _pass(read: Callable[[np.ndarray, int], int], values: np.ndarray, threads: i
 
 def _huge_array(size: int) -> np.ndarray:
     """`size` bytes, touched, on huge pages where the system gives them; a piece more is reserved behind them."""
-    buffer = mmap.mmap(-1, size + PIECE)
+    buffer = mmap.mmap(-1, size + PIECE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory gets small pages
     with contextlib.suppress(OSError, AttributeError):
         buffer.madvise(mmap.MADV_HUGEPAGE)
     values = np.frombuffer(buffer, np.uint8)
@@ -109,12 +112,23 @@ def _huge_array(size: int) -> np.ndarray:
     return values[start : start + size]
 
 
+def mapped_file(path: Path) -> np.ndarray:
+    """The bytes of a file, mapped as qwenc maps its own: on large pages where it gets them."""
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    with contextlib.suppress(OSError, AttributeError):
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    values = np.frombuffer(mapped, np.uint8)
+    return values[-values.ctypes.data % LINE :]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("-t", "--threads", type=int, default=2)
+    parser.add_argument("--file", type=Path, help="read this file, mapped, instead of an array: pages that lie elsewhere may be slower")
     parser.add_argument("--megabytes", type=int, default=1024, help="size of the array that all threads read (default 1024)")
     args = parser.parse_args()
-    rates = stream_rate(args.threads, args.megabytes)
+    rates = stream_rate(args.threads, args.megabytes, values=None if args.file is None else mapped_file(args.file))
     print(f"{args.threads} threads: median {statistics.median(rates):.1f} GB/s, best {max(rates):.1f}, worst {min(rates):.1f}")
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from qwenc.checkpoint import pages
+from qwenc.errors import QwencError
 from qwenc.machine.memory import available_memory
 
 
@@ -29,6 +30,24 @@ def test_reading_ahead_changes_nothing_and_ends(tmp_path, size):
         thread.join(timeout=30)
         assert not thread.is_alive()
     np.testing.assert_array_equal(np.frombuffer(held, np.uint8), data)
+
+
+@pytest.mark.parametrize("size", [1, 5000, 3 * pages.SLICE + 1])
+def test_a_file_is_read_into_memory_as_it_is(tmp_path, size):
+    data = np.random.default_rng(0).integers(0, 256, size, np.uint8)
+    (tmp_path / "file").write_bytes(data.tobytes())
+    read = pages.read_file(tmp_path / "file", size)
+    np.testing.assert_array_equal(read, data)
+    assert not read.flags.writeable
+    with pytest.raises(QwencError, match="shorter"):
+        pages.read_file(tmp_path / "file", size + 1)
+
+
+def test_a_file_larger_than_memory_is_not_read_into_it(tmp_path, monkeypatch):
+    (tmp_path / "file").write_bytes(bytes(2000))
+    monkeypatch.setattr(pages, "available_memory", lambda: 1000)
+    with pytest.raises(QwencError, match="leave it mapped"):
+        pages.read_file(tmp_path / "file", 2000)
 
 
 def test_a_file_larger_than_memory_is_not_read_ahead(tmp_path, monkeypatch):

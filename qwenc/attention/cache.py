@@ -13,13 +13,12 @@ room for a fifth bit of the keys, whose error costs more: two thirds to four fif
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from qwenc.kernels.jit import inlined
+from qwenc.machine.memory import reserve
 
 PAGE = 256  # tokens
 TILE = 16  # tokens that a kernel takes at once
@@ -113,7 +112,7 @@ def new_cache(kv: str, tokens: int, layers: int, kv_heads: int, head_dim: int, *
     pages = -(-tokens // PAGE)
 
     def room(per_page: int, dtype: type, count: int = pages) -> np.ndarray:
-        return _reserve((count, layers, kv_heads, per_page), dtype)
+        return reserve((count, layers, kv_heads, per_page), dtype)
 
     def ranges() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         return room(UNITS * head_dim, np.int8), room(UNITS * head_dim // 2, np.uint8), room(2 * UNITS, np.float32)
@@ -171,14 +170,3 @@ def slot_of(layers, kv_heads, first_page, layer, head, position):
 def scales_at(unit):
     """Where the scale of a unit's centres lies in Plane.scale and Q5K.scale; that of its steps is 8 further."""
     return unit // UNITS * 2 * UNITS + unit % UNITS
-
-
-def _reserve(shape: tuple[int, ...], dtype: type) -> np.ndarray:
-    """A zero array whose pages the system hands out when they are first written. Larger than memory is fine until then."""
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    no_reserve = getattr(mmap, "MAP_NORESERVE", 0)
-    buffer = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            buffer.madvise(mmap.MADV_HUGEPAGE)  # fewer TLB misses on long scans
-    return np.frombuffer(buffer, dtype, count=int(np.prod(shape))).reshape(shape)

@@ -17,8 +17,8 @@ DEFAULT_WMODE = WMODES[0]  # dual
 
 
 def load_packed(model: str | Path, settings: Settings, reporter: Reporter = SILENT) -> Packed:
-    """Finds `model` and maps it. Raises QwencError."""
-    return open_packed(resolve(model, settings, reporter))
+    """Finds `model` and maps it, or reads it. Raises QwencError."""
+    return open_packed(resolve(model, settings, reporter), mmap=settings.mmap)
 
 
 def resolve(model: str | Path, settings: Settings, reporter: Reporter = SILENT) -> Path:

@@ -1,9 +1,8 @@
-"""Opens a packed file: the whole of it mapped, no copy made."""
+"""Opens a packed file: the whole of it mapped, no copy made; or, if that is wished, read into memory."""
 
 from __future__ import annotations
 
 import json
-import mmap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import numpy as np
 
 from qwenc.checkpoint.layout import TensorSpec, packed_tensors
 from qwenc.checkpoint.packed_writer import ALIGN, NUMPY_DTYPES
-from qwenc.checkpoint.pages import prefer_large_pages
+from qwenc.checkpoint.pages import map_file, read_file
 from qwenc.checkpoint.safetensors_file import Header, SafetensorsFile
 from qwenc.config.model_config import ModelConfig
 from qwenc.errors import QwencError
@@ -25,7 +24,7 @@ TOKENIZER = "tokenizer.json"  # name of the U8 tensor
 @dataclass(frozen=True, slots=True)
 class Packed:
     """A packed checkpoint. `tensors` are read-only views of the map, F16 as uint16; the contract in docs/architecture.md names them.
-    data: all bytes of the file, uint8."""
+    data: all bytes of the file, uint8; mapped: whether they are where the system keeps the file."""
 
     path: Path
     metadata: dict[str, str]
@@ -38,6 +37,7 @@ class Packed:
     tensors: dict[str, np.ndarray]
     file_bytes: int
     data: np.ndarray
+    mapped: bool
 
     @property
     def tokenizer_json(self) -> bytes | None:
@@ -50,8 +50,10 @@ def is_packed(header: Header) -> bool:
     return header.metadata.get("format") == FORMAT
 
 
-def open_packed(path: str | Path) -> Packed:
-    """Maps `path`. Raises QwencError for a file that is damaged, of another format or version, or that lacks a tensor of its model."""
+def open_packed(path: str | Path, *, mmap: bool = True) -> Packed:
+    """Maps `path`, or reads all of it.
+
+    Raises QwencError for a file that is damaged, of another format or version, or that lacks a tensor of its model."""
     path = Path(path)
     with SafetensorsFile(path) as file:
         header = file.header
@@ -68,7 +70,7 @@ def open_packed(path: str | Path) -> Packed:
         config_json = _json_object(path, metadata, "config")
         config = ModelConfig.from_dict(config_json, f"{path}: config")
         _check_tensors(path, header, packed_tensors(config, wmode))
-        tensors, data = _map_tensors(path, header)
+        data = map_file(path, header.file_bytes) if mmap else read_file(path, header.file_bytes)
     return Packed(
         path=path,
         metadata=metadata,
@@ -78,9 +80,10 @@ def open_packed(path: str | Path) -> Packed:
         tokenizer_config=_json_object(path, metadata, "tokenizer_config"),
         chat_template=metadata.get("chat_template"),
         wmode=wmode,
-        tensors=tensors,
+        tensors=_views(header, data),
         file_bytes=header.file_bytes,
         data=data,
+        mapped=mmap,
     )
 
 
@@ -106,20 +109,10 @@ def _check_tensors(path: Path, header: Header, expected: dict[str, TensorSpec]) 
             raise QwencError(f"{path}: is damaged: {name} is not aligned to {ALIGN} bytes")
 
 
-def _map_tensors(path: Path, header: Header) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    try:
-        with open(path, "rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as error:
-        raise QwencError(f"{path}: cannot be mapped: {error}") from None
-    if len(mapped) != header.file_bytes:
-        raise QwencError(f"{path}: changed while it was opened")
-    prefer_large_pages(mapped)
+def _views(header: Header, data: np.ndarray) -> dict[str, np.ndarray]:
     tensors = {}
     for name, info in header.tensors.items():
         if name.startswith("pad.") or info.dtype not in NUMPY_DTYPES:
             continue
-        dtype = NUMPY_DTYPES[info.dtype]
-        flat = np.frombuffer(mapped, dtype, info.nbytes // dtype.itemsize, info.offset)
-        tensors[name] = flat.reshape(info.shape)
-    return tensors, np.frombuffer(mapped, np.uint8)
+        tensors[name] = data[info.offset : info.offset + info.nbytes].view(NUMPY_DTYPES[info.dtype]).reshape(info.shape)
+    return tensors

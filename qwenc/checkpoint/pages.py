@@ -1,21 +1,82 @@
-"""The memory pages of a mapped file: large ones where the system has them, and read from disk ahead of need."""
+"""The memory that a file lies in: mapped, on large pages where the system has them and read from disk ahead of need; or the process's
+own."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import mmap
 import threading
+from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
-from qwenc.machine.memory import available_memory
+from qwenc.errors import QwencError
+from qwenc.machine.memory import available_memory, reserve
 
 SLICE = 4 << 20  # bytes asked for at once: meanwhile no other thread can map memory
 POPULATE_READ = 22  # of Linux 5.14 on; the mmap module does not name it
 # A file larger than this part of the available memory is read as it is needed, on pages of any size: reading on would push out what was
 # read, and where memory is nearly full, the system moves other pages about for each large one.
 MOST_OF_MEMORY = 0.5
+READERS = 4  # threads that read a file into memory: one would be held up by the pages that it is the first to touch
+
+
+def map_file(path: Path, size: int) -> np.ndarray:
+    """The bytes of a file of `size` bytes, mapped. Raises QwencError."""
+    try:
+        with open(path, "rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:
+        raise QwencError(f"{path}: cannot be mapped: {error}") from None
+    if len(mapped) != size:
+        raise QwencError(f"{path}: changed while it was opened")
+    prefer_large_pages(mapped)
+    return np.frombuffer(mapped, np.uint8)
+
+
+def read_file(path: Path, size: int) -> np.ndarray:
+    """The same, read into memory of the process, on large pages. Raises QwencError, for a file larger than memory too."""
+    available = available_memory()
+    if available is not None and size > available:
+        raise QwencError(
+            f"{path}: {size / 1e9:.1f} GB do not fit into the {available / 1e9:.1f} GB of memory that are free: leave it mapped"
+        )
+    data = reserve((size,), np.uint8)
+    places, failed = itertools.count(0, SLICE), []
+
+    def read(file: BinaryIO) -> None:
+        try:
+            while (first := next(places)) < size and not failed:
+                _read_slice(file, memoryview(data)[first : first + SLICE], first)
+        except (OSError, EOFError) as error:
+            failed.append(error)
+
+    try:
+        with contextlib.ExitStack() as files:
+            opened = [files.enter_context(open(path, "rb", buffering=0)) for _ in range(READERS)]
+            readers = [threading.Thread(target=read, args=(file,), name="qwenc-read") for file in opened]
+            for reader in readers:
+                reader.start()
+            for reader in readers:
+                reader.join()
+    except OSError as error:
+        failed.append(error)
+    if failed:
+        raise QwencError(f"{path}: cannot be read: {failed[0]}") from None
+    data.flags.writeable = False
+    return data
+
+
+def _read_slice(file: BinaryIO, room: memoryview, first: int) -> None:
+    file.seek(first)
+    while room:
+        count = file.readinto(room)
+        if not count:
+            raise EOFError("it has become shorter")
+        room = room[count:]
 
 
 def prefer_large_pages(mapped: mmap.mmap) -> None:

@@ -26,6 +26,7 @@ _OPTIONS = (
     option("--cpus", metavar="LIST", help="Run on these CPUs, one thread on each: 4-7 or 0,2. Default: the fast ones."),
     option("--pin/--no-pin", default=True, show_default=True, help="Keep each thread on a core of its own."),
     option("--prefill-batch", type=WholeNumber(1), default=256, show_default=True, metavar="N", help="Prompt tokens computed at once."),
+    option("--mmap/--no-mmap", default=True, show_default=True, help="Use the weights in the mapped file, or read them into own memory."),
     option("--offline", is_flag=True, help="Never ask the Hub."),
     option("--prompt-cache", type=FileName(), metavar="PATH", help="Save the state of the prompt in this file; restore what it shares."),
     option("--disk-kv", type=FileName(), metavar="DIR", help="Keep the states of long prompts in this folder, and restore from them."),

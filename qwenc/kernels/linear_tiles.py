@@ -148,6 +148,7 @@ def make_linear(fmt: str, tokens: int, ahead: int = 0) -> Any:
             # the float sums stay in registers; of the integer sums only those of one native vector find room beside them
             slices = [(part, Accumulators(part, e.f32, tokens)) for part in e.singles()]
             with cgutils.for_range(builder, groups_v) as loop:
+                e.spare_rbp()
                 pointers = {name: e.at(base, builder.mul(loop.index, I64(step))) for name, (base, step) in bases.items()}
                 if ahead:
                     for line in range(0, group_bytes, 64):
@@ -207,6 +208,7 @@ def make_linear_f32(tokens: int) -> Any:
             xs = pointer_to(context, builder, sig.args[2], x_v, builder.mul(builder.mul(tile_v, inputs_v), I64(tokens)))
             sums = Accumulators(e, e.f32, tokens * chains)
             with cgutils.for_range(builder, builder.sdiv(inputs_v, I64(4))) as loop:
+                e.spare_rbp()
                 w_p = e.at(weights, builder.mul(loop.index, I64(4 * 4 * LANES)))
                 x_p = e.at(xs, builder.mul(loop.index, I64(4 * 4 * tokens)))
                 for k in range(4):

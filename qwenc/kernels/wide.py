@@ -85,6 +85,12 @@ class WideEmitter:
         parts = [self.b.extract_value(made, i) for i in range(len(values))]
         return [parts[i : i + size] for i in range(0, len(parts), size)]
 
+    def spare_rbp(self) -> None:
+        """Keep addresses of the loop around it out of the register rbp: an Intel core reads memory through it up to a fifth slower
+        (docs/benchmarks.md), and LLVM takes it like any other."""
+        if self.level.x86:
+            self.b.call(ir.InlineAsm(ir.FunctionType(ir.VoidType(), []), "", "~{rbp}", side_effect=True), [])
+
     # ---- memory -------------------------------------------------------------------------------------------------------
     def at(self, pointer: Value, offset: Value | int) -> Value:
         """`pointer` (i8*) moved by `offset` bytes."""

@@ -1,7 +1,7 @@
 """How a team shares the work of one matrix: rows for one token, rows × tokens for a mini-batch. Each ends at a barrier.
 
-`add` says what becomes of the products: added to `out` (the residual stream), or put there. It is no function to call, which would be
-shorter: Numba takes the address of a function that it is given, and what holds an address cannot be cached.
+`add` says what becomes of the products of a mini-batch: added to `out` (the residual stream), or put there. It is no function to call,
+which would be shorter: Numba takes the address of a function that it is given, and what holds an address cannot be cached.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from qwenc.kernels.sync import barrier, chunk_of, claim, next_piece, piece_of
 
 
 @allocating
-def matrix_rows(team, phase, w, stack, acts, out, add):
-    """out [rows] = or += matrix · one prepared activation row."""
+def matrix_rows(team, phase, w, stack, acts, out):
+    """out [rows] = matrix · one prepared activation row."""
     tiles = row_tiles(w)
-    sums = np.empty(16, np.float32)
     first, end = piece_of(team.rank, tiles, team.threads)
     while first < end:
         following = first, first
@@ -27,8 +26,7 @@ def matrix_rows(team, phase, w, stack, acts, out, add):
             if tile == end - 1:
                 following = next_piece(team, phase, tiles)
                 fetch_rows(w, stack, following[0])
-            linear_one(w, stack, tile, acts, 0, sums, 0)
-            deliver(sums, 0, out, 16 * tile, add)
+            linear_one(w, stack, tile, acts, 0, out, 16 * tile)
         first, end = following
     barrier(team)
 

@@ -10,10 +10,10 @@ import numpy as np
 
 from qwenc.kernels import simd
 from qwenc.kernels.jit import allocating, by_type, helper
-from qwenc.kernels.linear import linear_many, linear_one, make_ready, new_room, prepare, row_tiles
+from qwenc.kernels.linear import fetch_rows, linear_many, linear_one, make_ready, new_room, prepare, row_tiles
 from qwenc.kernels.pointwise import copy_into, dot, rms_norm, silu_mul
 from qwenc.kernels.records import TILE
-from qwenc.kernels.sync import barrier, chunk_of, claim, lap
+from qwenc.kernels.sync import barrier, claim, lap, next_piece, piece_of
 from qwenc.model.overloads import is_absent
 from qwenc.model.records import DOWN, GATE_UP, NORM
 
@@ -51,58 +51,83 @@ def add_scaled(x, x_at, factor, out, out_at):
 
 
 # ---- decode -----------------------------------------------------------------------------------------------------------------
-def experts_one(team, phase, router, gate_up, down, shape, layer, normed, acts, b, now):
+def experts_one(team, phase, router, gate_up, down, shape, layer, normed, acts, b, x, now):
     """x += the chosen experts of one token. `layer` counts MoE layers. Returns the time."""
     raise NotImplementedError("runs in compiled code only")
 
 
 @by_type(experts_one, allocates=True)
-def _experts_one(team, phase, router, gate_up, down, shape, layer, normed, acts, b, now):
+def _experts_one(team, phase, router, gate_up, down, shape, layer, normed, acts, b, x, now):
     if is_absent(gate_up):  # a dense model
-        return lambda team, phase, router, gate_up, down, shape, layer, normed, acts, b, now: now
+        return lambda team, phase, router, gate_up, down, shape, layer, normed, acts, b, x, now: now
 
-    def run(team, phase, router, gate_up, down, shape, layer, normed, acts, b, now):
+    def run(team, phase, router, gate_up, down, shape, layer, normed, acts, b, x, now):
         experts, hidden = router.shape[1], router.shape[2]
         count = shape.experts_per_token
         prepare(gate_up, normed, 0, acts, 1, 0)
-        e = claim(team, phase)
-        while e < experts:
-            b.gate[0, e] = dot(router, (layer * experts + e) * hidden, normed, 0, hidden)
-            e = claim(team, phase)
+        first, end = piece_of(team.rank, experts, team.threads)
+        while first < end:
+            for e in range(first, end):
+                b.gate[0, e] = dot(router, (layer * experts + e) * hidden, normed, 0, hidden)
+            first, end = next_piece(team, phase, experts)
         barrier(team)
-        choice, weight = np.empty(count, np.int64), np.empty(count, np.float32)
-        route(b.gate, 0, experts, count, shape.norm_topk, choice, weight, 0)
+        stacks, weight = np.empty(count, np.int64), np.empty(count, np.float32)
+        route(b.gate, 0, experts, count, shape.norm_topk, stacks, weight, 0)
+        for slot in range(count):
+            stacks[slot] += layer * experts
+        pairs, tiles = row_tiles(gate_up) // 2, row_tiles(down)
+        fetch_chosen(gate_up, stacks, piece_of(team.rank, pairs * count, team.threads)[0], pairs)
         now = lap(team, NORM, now)
 
-        pairs = row_tiles(gate_up) // 2
         width = b.expert_ffn.size // count
         sums = np.empty(32, np.float32)
-        chunk = chunk_of(pairs * count)
-        first = claim(team, phase + 1) * chunk
-        while first < pairs * count:
-            for item in range(first, min(pairs * count, first + chunk)):
+        first, end = piece_of(team.rank, pairs * count, team.threads)
+        while first < end:
+            following = first, first
+            for item in range(first, end):
+                if item == end - 1:
+                    following = next_piece(team, phase + 1, pairs * count)
+                    fetch_chosen(gate_up, stacks, following[0], pairs)
+                elif item % pairs == pairs - 1:
+                    fetch_chosen(gate_up, stacks, item + 1, pairs)
                 slot, pair = item // pairs, item % pairs
-                stack = layer * experts + choice[slot]
-                linear_one(gate_up, stack, 2 * pair, acts, 0, sums, 0)
-                linear_one(gate_up, stack, 2 * pair + 1, acts, 0, sums, 16)
+                linear_one(gate_up, stacks[slot], 2 * pair, acts, 0, sums, 0)
+                linear_one(gate_up, stacks[slot], 2 * pair + 1, acts, 0, sums, 16)
                 silu_mul(sums, 0, 16, b.expert_ffn, slot * width + 16 * pair)
-            first = claim(team, phase + 1) * chunk
+            first, end = following
         barrier(team)
+        fetch_chosen(down, stacks, piece_of(team.rank, tiles * count, team.threads)[0], tiles)
         now = lap(team, GATE_UP, now)
 
         for slot in range(count):
             prepare(down, b.expert_ffn, slot * width, acts, 1, slot)
-        tiles = row_tiles(down)
-        tile = claim(team, phase + 2)
-        while tile < tiles:
-            for slot in range(count):
-                linear_one(down, layer * experts + choice[slot], tile, acts, slot, sums, 0)
-                add_scaled(sums, 0, weight[slot], b.x, 16 * tile)
-            tile = claim(team, phase + 2)
+        first, end = piece_of(team.rank, tiles * count, team.threads)
+        while first < end:
+            following = first, first
+            for item in range(first, end):
+                if item == end - 1:
+                    following = next_piece(team, phase + 2, tiles * count)
+                    fetch_chosen(down, stacks, following[0], tiles)
+                elif item % tiles == tiles - 1:
+                    fetch_chosen(down, stacks, item + 1, tiles)
+                slot, tile = item // tiles, item % tiles
+                linear_one(down, stacks[slot], tile, acts, slot, b.y, slot * b.y.shape[1] + 16 * tile)
+            first, end = following
         barrier(team)
+        for i in range(0, x.size, 16):
+            for slot in range(count):
+                add_scaled(b.y, slot * b.y.shape[1] + i, weight[slot], x, i)
         return lap(team, DOWN, now)
 
     return run
+
+
+@helper
+def fetch_chosen(w, stacks, item, tiles):
+    """Ask for the beginning of what work item `item` reads: the chosen experts one after the other, `tiles` items each."""
+    slot = item // tiles
+    if slot < stacks.size:
+        fetch_rows(w, stacks[slot], item % tiles * (row_tiles(w) // tiles))
 
 
 # ---- prefill ----------------------------------------------------------------------------------------------------------------

@@ -127,4 +127,4 @@ def last_logits(team, phase, w, shape, tokens, b):
     acts = new_acts(is_quantised(w.lm_head), shape.hidden_room, 1)
     rms_norm(b.x, (tokens - 1) * shape.hidden_room, w.final_norm, 0, shape.hidden, shape.eps, normed, 0)
     prepare(w.lm_head, normed, 0, acts, 1, 0)
-    matrix_rows(team, phase, w.lm_head, 0, acts, b.logits, False)
+    matrix_rows(team, phase, w.lm_head, 0, acts, b.logits)
