@@ -37,7 +37,7 @@ class Packed:
     tensors: dict[str, np.ndarray]
     file_bytes: int
     data: np.ndarray
-    mapped: bool
+    mapped: bool = True
 
     @property
     def tokenizer_json(self) -> bytes | None:

@@ -8,8 +8,8 @@ import ctypes
 import itertools
 import mmap
 import threading
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
@@ -45,18 +45,19 @@ def read_file(path: Path, size: int) -> np.ndarray:
             f"{path}: {size / 1e9:.1f} GB do not fit into the {available / 1e9:.1f} GB of memory that are free: leave it mapped"
         )
     data = reserve((size,), np.uint8)
-    places, failed = itertools.count(0, SLICE), []
+    places = itertools.count(0, SLICE)
+    failed: list[Exception] = []
 
-    def read(file: BinaryIO) -> None:
+    def read(file: FileIO) -> None:
         try:
             while (first := next(places)) < size and not failed:
-                _read_slice(file, memoryview(data)[first : first + SLICE], first)
+                _read_slice(file, data[first : first + SLICE], first)
         except (OSError, EOFError) as error:
             failed.append(error)
 
     try:
         with contextlib.ExitStack() as files:
-            opened = [files.enter_context(open(path, "rb", buffering=0)) for _ in range(READERS)]
+            opened = [files.enter_context(FileIO(path)) for _ in range(READERS)]
             readers = [threading.Thread(target=read, args=(file,), name="qwenc-read") for file in opened]
             for reader in readers:
                 reader.start()
@@ -70,10 +71,10 @@ def read_file(path: Path, size: int) -> np.ndarray:
     return data
 
 
-def _read_slice(file: BinaryIO, room: memoryview, first: int) -> None:
+def _read_slice(file: FileIO, room: np.ndarray, first: int) -> None:
     file.seek(first)
-    while room:
-        count = file.readinto(room)
+    while room.size:
+        count = file.readinto(room.data)
         if not count:
             raise EOFError("it has become shorter")
         room = room[count:]

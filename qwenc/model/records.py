@@ -76,11 +76,11 @@ class Buffers(NamedTuple):
     """Run state of a mini-batch of `tokens` tokens (1 in decode), float32, shared by the team.
 
     x [tokens, hidden_room] residual stream (in decode every thread has its own); qkv [tokens, qkv rows]; attn [tokens, heads·head_room];
-    ffn [tokens, ffn width]; expert_ffn [places, expert width]; logits [tokens, vocabulary rows] or [1, …]; acts: activations as matrices read them. part_o [kv_heads·SPANS,
-    group, head_room], part_m, part_l [kv_heads·SPANS, group]: attention of parts of a long context. gate float32 [tokens, experts];
-    choice int64, choice_weight float32 [tokens, experts_per_token]; place int64 [tokens, experts_per_token]: row of an assignment in
-    the order by expert; expert_tile int64 [experts + 1]: first token tile of an expert; y [places, hidden_room]: what experts
-    give; in decode [1, …]: what the residual stream gets. stage: keys of the
+    ffn [tokens, ffn width]; expert_ffn [places, expert width]; logits [tokens, vocabulary rows] or [1, …]; acts: activations as matrices
+    read them. part_o [kv_heads·SPANS, group, head_room], part_m, part_l [kv_heads·SPANS, group]: attention of parts of a long context.
+    gate float32 [tokens, experts]; choice int64, choice_weight float32 [tokens, experts_per_token]; place int64 [tokens,
+    experts_per_token]: row of an assignment in the order by expert; expert_tile int64 [experts + 1]: first token tile of an expert;
+    y [places, hidden_room]: what experts give; in decode [1, …] where there are none: what the residual stream gets. stage: keys of the
     mini-batch, by kv head and unit of 32 tokens, that have no codes of 5 bits yet (codes int8 [kv_heads, units, 32·head_room], scale
     float32 [kv_heads, units, 32]; empty unless a cache needs it). missed float32 [layers·kv_heads]: the share of attention that the last
     choice of blocks left out, estimated; kept uint8 [layers·kv_heads, blocks]: that choice, and mass float32 of the same shape: the share
