@@ -42,6 +42,7 @@ PEERS = ("llama", "ik")
 EXTRA = ("transformers", "openvino")
 KINDS = (*PEERS, "qwenc", *EXTRA)
 BITS = {"q4": 4.5, "dual": 4.5, "q8": 8.5}  # that decode reads of a weight
+TYPES = ("f16", "q8_0")  # of the peers' KV cache
 KV_BYTES = {"f16": 2.0, "q8_0": 34 / 32, "f32": 4.0}  # of one number
 STREAM_PASSES = 3
 
@@ -111,7 +112,8 @@ def entries(args: argparse.Namespace) -> list[Entry]:
                     found.append(Entry(kind, label, python, {"model": model, "settings": settings, **common}))
         elif kind in PEERS:
             model = str(need_gguf(args))
-            found += [Entry(kind, kv, python, {"model": model, "kv": kv, **common}) for kv in args.kv]
+            wanted = [kv.split(":")[-1] for kv in args.kv if kv.split(":")[0] in (kind, kv)]
+            found += [Entry(kind, kv, python, {"model": model, "kv": kv, **common}) for kv in wanted]
         else:
             model = str((args.models_dir / f"{args.shape}-openvino-int4").resolve())
             found.append(Entry(kind, "f32" if kind == "transformers" else "its own", python, {"model": model, **common}))
@@ -274,7 +276,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--openvino", action="store_true", help="OpenVINO with int4 weights in groups of 128, too (needs optimum-intel)")
     parser.add_argument("--depths", nargs="+", type=int, default=[0, 512, 2048, 4096], metavar="N", help="default 0 512 2048 4096")
     parser.add_argument("--long", action="store_true", help="depths 8192 and 16384 as well")
-    parser.add_argument("--kv", nargs="+", choices=("f16", "q8_0"), default=["f16", "q8_0"], help="KV types of the peers (default both)")
+    peer_kv = [*TYPES, *(f"{peer}:{kv}" for peer in PEERS for kv in TYPES)]
+    parser.add_argument(
+        "--kv", nargs="+", choices=peer_kv, default=TYPES, metavar="KV", help="KV types of the peers, or of one: ik:q8_0 (default f16 q8_0)"
+    )
     parser.add_argument("--qwenc-kv", nargs="+", default=["q8"], metavar="KV", help="KV types of qwenc (default q8: exact int8)")
     parser.add_argument("--sparse", action="store_true", help="qwenc with sparse attention, too")
     parser.add_argument(
