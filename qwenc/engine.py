@@ -139,7 +139,7 @@ class Engine:
         from qwenc.session import Session
 
         chosen = self.settings if settings is None else settings
-        for name in ("wmode", "threads", "pin", "ctx_size"):
+        for name in ("wmode", "threads", "pin", "mmap", "ctx_size"):
             if getattr(chosen, name) not in (None, getattr(self.settings, name)):
                 raise UsageError(f"a session runs with its engine's {name}, {getattr(self.settings, name)!r}")
 

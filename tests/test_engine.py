@@ -134,6 +134,17 @@ def test_threads_do_not_change_a_bit(name, monkeypatch):
         np.testing.assert_array_equal(seen[0], other)
 
 
+@pytest.mark.parametrize("wmode", ["q4", "f32"])
+def test_weights_in_own_memory_give_the_same_bits(wmode):
+    ids = golden("qwen3-moe")["input_ids"]
+    logits = []
+    for mmap in (True, False):
+        with qwenc.load(GOLDENS / "qwen3-moe", wmode=wmode, mmap=mmap) as engine:
+            assert engine.packed.mapped == mmap
+            logits.append(engine.logits(ids))
+    np.testing.assert_array_equal(*logits)
+
+
 def test_timings_add_up():
     ids = golden("llama-smol")["input_ids"].tolist()
     with qwenc.load(GOLDENS / "llama-smol", wmode="q8") as engine:

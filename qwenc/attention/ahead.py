@@ -80,6 +80,33 @@ def _ask_value_ranges(v, slot, width):
     return run
 
 
+def ask_first_lines(k, v, slot, head_dim):
+    """Ask for one line of the keys and of the values of the tile at `slot`, where a page of memory begins, long before the rest: the first
+    line of a page waits until the core knows where that page is."""
+    raise NotImplementedError("runs in compiled code only")
+
+
+@by_type(ask_first_lines, inline=True)
+def _ask_first_lines(k, v, slot, head_dim):
+    if is_record(k, FloatKV):
+        return lambda k, v, slot, head_dim: None
+    five, value_bits = is_record(k, Q5K), 4 if is_record(v, Q4V) else 8
+    tokens = 128 if five else 32  # whose codes take about 4 KiB in an array
+
+    def run(k, v, slot, head_dim):
+        if slot % tokens == 0:
+            codes = key_arrays(k)
+            if five:
+                simd.ask_ahead(codes[0], slot * head_dim // 4)
+                simd.ask_ahead(codes[1], slot * head_dim // 4)
+                simd.ask_ahead(codes[2], slot * head_dim // 8)
+            else:
+                simd.ask_ahead(codes[0], slot * head_dim)
+            simd.ask_ahead(v.codes, slot * head_dim * value_bits // 8)
+
+    return run
+
+
 def key_arrays(k):
     """The arrays of codes: three planes, or one array."""
     raise NotImplementedError("runs in compiled code only")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from qwenc.attention.ahead import ask_key_ranges, ask_value_ranges
+from qwenc.attention.ahead import ask_first_lines, ask_key_ranges, ask_value_ranges
 from qwenc.attention.cache import Q4V, Q5K, UNIT, UNITS, FloatKV, scales_at
 from qwenc.attention.overloads import is_record
 from qwenc.attention.rows import S_ROW, TINY, rows_at_once, split_queries
@@ -103,6 +103,7 @@ def ask_ranges(k, v, r, i):
     in time."""
     ask_key_ranges(k, r.at[i + SEGMENT], r.q.shape[1])
     ask_value_ranges(v, r.at[i], r.o.shape[1])
+    ask_first_lines(k, v, r.at[i + SEGMENT], r.q.shape[1])
 
 
 @inlined

@@ -87,7 +87,8 @@ def _generate(engine: Any, options: RunOptions, sampling: Any, reporter: ScreenR
     """Runs to the end or to Ctrl-C, printing as it goes unless the options say otherwise."""
     chat = {"system": options.system, "think": options.think, "chat_template_kwargs": options.chat_template_kwargs}
     ids = engine.encode_prompt(options.prompt, raw=options.raw, **chat)
-    reporter.detail(f"prompt of {len(ids)} tokens, context of {engine.context_size}; ends at ids {sorted(engine.eos_ids)}")
+    cache = f"{engine.settings.kv} KV cache"
+    reporter.detail(f"prompt of {len(ids)} tokens, context of {engine.context_size}, {cache}; ends at ids {sorted(engine.eos_ids)}")
     outcome = Outcome(prompt_tokens=len(ids))
     if options.echo:
         in_chat = engine.has_chat_template and not options.raw

@@ -18,7 +18,7 @@ from qwenc.settings import Settings
 if TYPE_CHECKING:
     from qwenc.study.arms import Arm
 
-SCALAR = ("pin", "ctx_size", "offline")  # settings that are one value for a whole study
+SCALAR = ("pin", "mmap", "ctx_size", "offline")  # settings that are one value for a whole study
 RUN = {
     param.name: param
     for param in click.command()(
@@ -60,7 +60,7 @@ def setting_options(**defaults: list) -> Callable:
     """Every setting of `qwenc run` as a list. `defaults`: other lists than the one value that run has."""
 
     def add(function: Callable) -> Callable:
-        for name in ("offline", "pin", *LISTED[::-1], "ctx_size"):
+        for name in ("offline", "pin", "mmap", *LISTED[::-1], "ctx_size"):
             if name in RUN:
                 function = _add(function, _scalar(RUN[name]) if name in SCALAR else _listed(RUN[name], defaults.get(name)))
         return function

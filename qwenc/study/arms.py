@@ -11,7 +11,7 @@ from qwenc.settings import Settings
 
 FIELDS = tuple(field.name for field in fields(Settings))
 SPARSE = tuple(name for name in FIELDS if name.startswith("sparse_"))  # mean nothing while sparse_attn is off
-PER_ENGINE = ("wmode", "threads", "pin", "ctx_size", "offline")  # another value needs another engine
+PER_ENGINE = ("wmode", "threads", "pin", "mmap", "ctx_size", "offline")  # another value needs another engine
 DEFAULT = Settings()
 
 
