@@ -39,13 +39,25 @@ def test_a_file_is_read_into_memory_as_it_is(tmp_path, size):
     read = pages.read_file(tmp_path / "file", size)
     np.testing.assert_array_equal(read, data)
     assert not read.flags.writeable
-    with pytest.raises(QwencError, match="shorter"):
-        pages.read_file(tmp_path / "file", size + 1)
+    for other in (size + 1, max(size - 1, 0)):
+        with pytest.raises(QwencError, match="changed"):
+            pages.read_file(tmp_path / "file", other)
+    with pytest.raises(QwencError, match="none: cannot be read: No such file"):
+        pages.read_file(tmp_path / "none", size)
+
+
+def test_memory_that_cannot_be_had_is_told(tmp_path, monkeypatch):
+    def none(*_):
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(pages, "reserve", none)
+    with pytest.raises(QwencError, match="Cannot allocate memory"):
+        pages.read_file(tmp_path / "file", 2000)
 
 
 def test_a_file_larger_than_memory_is_not_read_into_it(tmp_path, monkeypatch):
     (tmp_path / "file").write_bytes(bytes(2000))
-    monkeypatch.setattr(pages, "available_memory", lambda: 1000)
+    monkeypatch.setattr(pages, "available_bytes", lambda: 1000)
     with pytest.raises(QwencError, match="leave it mapped"):
         pages.read_file(tmp_path / "file", 2000)
 

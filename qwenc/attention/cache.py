@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qwenc.kernels.jit import inlined
-from qwenc.machine.memory import reserve
+from qwenc.machine.reserve import reserve
 
 PAGE = 256  # tokens
 TILE = 16  # tokens that a kernel takes at once

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import itertools
 import mmap
+import os
 import threading
 from io import FileIO
 from pathlib import Path
@@ -14,7 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from qwenc.errors import QwencError
-from qwenc.machine.memory import available_memory, reserve
+from qwenc.machine.memory import available_bytes, available_memory
+from qwenc.machine.reserve import reserve
 
 SLICE = 4 << 20  # bytes asked for at once: meanwhile no other thread can map memory
 POPULATE_READ = 22  # of Linux 5.14 on; the mmap module does not name it
@@ -39,34 +41,39 @@ def map_file(path: Path, size: int) -> np.ndarray:
 
 def read_file(path: Path, size: int) -> np.ndarray:
     """The same, read into memory of the process, on large pages. Raises QwencError, for a file larger than memory too."""
-    available = available_memory()
+    available = available_bytes()
     if available is not None and size > available:
         raise QwencError(
             f"{path}: {size / 1e9:.1f} GB do not fit into the {available / 1e9:.1f} GB of memory that are free: leave it mapped"
         )
-    data = reserve((size,), np.uint8)
     places = itertools.count(0, SLICE)
-    failed: list[Exception] = []
+    failed: list[BaseException] = []
 
-    def read(file: FileIO) -> None:
+    def read() -> None:
         try:
-            while (first := next(places)) < size and not failed:
-                _read_slice(file, data[first : first + SLICE], first)
+            with FileIO(path) as file:
+                while (first := next(places)) < size and not failed:
+                    _read_slice(file, data[first : first + SLICE], first)
+                if file.seek(0, os.SEEK_END) != size:
+                    raise EOFError("changed while it was read")
         except (OSError, EOFError) as error:
             failed.append(error)
 
     try:
-        with contextlib.ExitStack() as files:
-            opened = [files.enter_context(FileIO(path)) for _ in range(READERS)]
-            readers = [threading.Thread(target=read, args=(file,), name="qwenc-read") for file in opened]
-            for reader in readers:
-                reader.start()
-            for reader in readers:
-                reader.join()
+        data = reserve((size,), np.uint8)
+        readers = [threading.Thread(target=read, name="qwenc-read", daemon=True) for _ in range(READERS)]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join()
     except OSError as error:
         failed.append(error)
+    except BaseException as interrupt:
+        failed.append(interrupt)  # the readers end
+        raise
     if failed:
-        raise QwencError(f"{path}: cannot be read: {failed[0]}") from None
+        reason = getattr(failed[0], "strerror", None) or failed[0]
+        raise QwencError(f"{path}: cannot be read: {reason}") from None
     data.flags.writeable = False
     return data
 
@@ -76,7 +83,7 @@ def _read_slice(file: FileIO, room: np.ndarray, first: int) -> None:
     while room.size:
         count = file.readinto(room.data)
         if not count:
-            raise EOFError("it has become shorter")
+            raise EOFError("changed while it was read")
         room = room[count:]
 
 

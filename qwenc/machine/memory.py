@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import sys
 from pathlib import Path
-
-import numpy as np
 
 from qwenc.machine.quota import and_parents, own_cgroups
 
@@ -71,15 +67,3 @@ def reset_peak() -> bool:
     except OSError:
         return False
     return True
-
-
-def reserve(shape: tuple[int, ...], dtype: type) -> np.ndarray:
-    """A zero array whose pages the system hands out when they are first written, large ones if it can. Larger than memory is fine until
-    then."""
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    no_reserve = getattr(mmap, "MAP_NORESERVE", 0)
-    buffer = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            buffer.madvise(mmap.MADV_HUGEPAGE)  # fewer TLB misses on long scans
-    return np.frombuffer(buffer, dtype, count=int(np.prod(shape))).reshape(shape)
