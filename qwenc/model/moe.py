@@ -85,11 +85,7 @@ def _experts_one(team, phase, router, gate_up, down, shape, layer, normed, acts,
         while first < end:
             following = first, first
             for item in range(first, end):
-                if item == end - 1:
-                    following = next_piece(team, phase + 1, pairs * count)
-                    fetch_chosen(gate_up, stacks, following[0], pairs)
-                elif item % pairs == pairs - 1:
-                    fetch_chosen(gate_up, stacks, item + 1, pairs)
+                following = look_beyond(team, phase + 1, gate_up, stacks, pairs, item, end, following)
                 slot, pair = item // pairs, item % pairs
                 linear_one(gate_up, stacks[slot], 2 * pair, acts, 0, sums, 0)
                 linear_one(gate_up, stacks[slot], 2 * pair + 1, acts, 0, sums, 16)
@@ -105,11 +101,7 @@ def _experts_one(team, phase, router, gate_up, down, shape, layer, normed, acts,
         while first < end:
             following = first, first
             for item in range(first, end):
-                if item == end - 1:
-                    following = next_piece(team, phase + 2, tiles * count)
-                    fetch_chosen(down, stacks, following[0], tiles)
-                elif item % tiles == tiles - 1:
-                    fetch_chosen(down, stacks, item + 1, tiles)
+                following = look_beyond(team, phase + 2, down, stacks, tiles, item, end, following)
                 slot, tile = item // tiles, item % tiles
                 linear_one(down, stacks[slot], tile, acts, slot, b.y, slot * b.y.shape[1] + 16 * tile)
             first, end = following
@@ -120,6 +112,18 @@ def _experts_one(team, phase, router, gate_up, down, shape, layer, normed, acts,
         return lap(team, DOWN, now)
 
     return run
+
+
+@helper
+def look_beyond(team, phase, w, stacks, tiles, item, end, following):
+    """The run after the one that ends before `end`, once `item` is the last of it, else `following`. What is read after `item` is asked for
+    where it lies elsewhere."""
+    if item == end - 1:
+        following = next_piece(team, phase, tiles * stacks.size)
+        fetch_chosen(w, stacks, following[0], tiles)
+    elif item % tiles == tiles - 1:
+        fetch_chosen(w, stacks, item + 1, tiles)
+    return following
 
 
 @helper
